@@ -190,9 +190,9 @@ class RequestPool:
         sizes_bytes = (reply_bytes,) if lent is not None else (reply_bytes, input_bytes)
         wanted_bytes, counted_bytes = sum(sizes_bytes), _paged(*sizes_bytes)
         self._check_share(holder, wanted_bytes, counted_bytes, tenant)
-        taken = list[Any](map(self._slabs.take, sizes_bytes))
-        if None in taken:
-            for offset in taken:
+        slabs = list[Any](map(self._slabs.take, sizes_bytes))
+        if None in slabs:
+            for offset in slabs:
                 if offset is not None:
                     self._slabs.free(offset)
             if self.give_up():
@@ -200,17 +200,17 @@ class RequestPool:
             raise self._full(wanted_bytes)
         self._shares.add(holder, counted_bytes)
         if self._file_of is not None:
-            for offset in taken:
+            for offset in slabs:
                 self._files[tenant].slabs.keep(offset, self._slabs.size_of(offset))
         if lent is not None and lent.end.detach():
-            taken.append(lent.offset_bytes)
+            slabs.append(lent.offset_bytes)
             counted_bytes += self._slabs.size_of(lent.offset_bytes)
         return PoolAllocation(
             holder=holder,
             held_bytes=input_bytes + reply_bytes,
             counted_bytes=counted_bytes,
-            input_offset_bytes=taken[1],
-            reply_offset_bytes=taken[0],
+            input_offset_bytes=slabs[1],
+            reply_offset_bytes=slabs[0],
             reply_bytes=reply_bytes,
             tenant=tenant,
             has_inputs=lent is not None,
