@@ -152,7 +152,7 @@ class Inference:
                 arrival.origin = replace(arrival.origin, priority=announced.priority)
             caller, tenant, lent = arrival.origin.caller, announced.tenant, None
             if admitted.input_bytes >= READ_BYTES and arrival.sequence is None:
-                lent = self._pool.lent_for(admitted.inputs, tensors, tenant)
+                lent = self._pool.lent_for(admitted.inputs, tensors, caller, tenant)
             allocation = self._pool.reserve(
                 caller, admitted.input_bytes, admitted.reply_bytes, tenant, lent
             )

@@ -248,3 +248,18 @@ def test_any_sequence_keeps_shares_and_slabs_and_ends_empty(
     pool.check()
     assert pool.is_empty
     pool.close()
+
+
+def test_a_slab_that_was_lent_to_another_holder_is_not_used(pool: RequestPool) -> None:
+    """The gateway receives for callers whom it names: the slab counts toward the owner's share."""
+    one = CheckedInput(
+        name="x", dtype="uint8", shape=(PAGE,), frame=0, offset_bytes=0, size_bytes=PAGE
+    )
+    lent = pool.lend("owner", PAGE, "")
+    assert lent is not None
+    assert pool.lent_for([one], [lent], "owner", "") is lent.obj
+    assert pool.lent_for([one], [lent], "a", "") is None
+    assert pool.lent_for([one], [lent], "owner", "b") is None
+    assert pool.lent_for([one], [bytes(PAGE)], "owner", "") is None
+    del lent
+    assert pool.is_empty

@@ -69,7 +69,7 @@ class LentSlab(np.ndarray[Any, np.dtype[np.uint8]]):
     request gets it."""
 
     offset_bytes: int
-    tenant: str
+    owner: tuple[str, str]  # holder, and tenant of the file
     end: weakref.finalize[Any, Any]
 
 
@@ -153,7 +153,7 @@ class RequestPool:
         if self._file_of is not None:
             file.slabs.keep(offset, counted_bytes)
         lent = file.bytes[offset : offset + size_bytes].view(LentSlab)
-        lent.offset_bytes, lent.tenant = offset, tenant
+        lent.offset_bytes, lent.owner = offset, (holder, tenant)
         free = functools.partial(self._free_lent, holder, offset, tenant)
         lent.end = weakref.finalize(lent, lambda: self.call_soon(free))  # on any thread
         lent.end.atexit = False
@@ -165,11 +165,11 @@ class RequestPool:
             self.on_release()
 
     def lent_for(
-        self, inputs: Sequence[CheckedInput], tensors: Sequence[Any], tenant: str
+        self, inputs: Sequence[CheckedInput], tensors: Sequence[Any], holder: str, tenant: str
     ) -> LentSlab | None:
         """Return the slab into which a request's inputs were received, in the model's order."""
         lent = getattr(tensors[0], "obj", None) if tensors else None
-        if not isinstance(lent, LentSlab) or lent.tenant != tenant:
+        if not isinstance(lent, LentSlab) or lent.owner != (holder, tenant):
             return None
         return lent if [one.frame for one in inputs] == [*range(len(tensors))] else None
 
