@@ -4,7 +4,8 @@ There is one graph for each layer group (ADR 13). The waits for fences stay betw
 a group still starts when it has arrived, and no Python runs per layer. Graphs are captured after
 the first eager run of their input shapes, when the answer has been sent. By then every kernel is
 loaded and every workspace is allocated, and a capture computes nothing. A graph is valid for one
-address of the weights, so weights at another address need a new ``DeviceProgram``.
+address of the weights, so weights at another address need a new ``DeviceProgram``. A step of a
+language model is one graph, which reads and writes the cache where it is.
 
 The driver memory of each capture is measured. Above the budget the least recently used shapes run
 eagerly again. Shapes whose capture fails stay eager, and the cause is logged once.
@@ -17,6 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -33,7 +35,11 @@ log = logging.getLogger(__name__)
 IMPROVE_S: Final = 1.0  # meanwhile this worker takes no request
 GRAPH_BYTES: Final = 256 << 10  # the driver's memory of a graph: 34 took 4 to 8 MB on an H200
 
-Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+Shapes = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+"""Dtype and shape of each input; address and strides of an input that is used where it is."""
+
+Then = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+Step = tuple[Sequence[torch.Tensor], Then | None]  # inputs that are used where they are, and then
 
 
 class GraphBudget:
@@ -42,9 +48,11 @@ class GraphBudget:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
-        self._held: OrderedDict[tuple[int, Shapes], tuple[int, Callable[[], None]]] = OrderedDict()
+        self._held: OrderedDict[tuple[int, Shapes], tuple[int, Callable[[], object]]] = (
+            OrderedDict()
+        )
 
-    def add(self, key: tuple[int, Shapes], size_bytes: int, drop: Callable[[], None]) -> None:
+    def add(self, key: tuple[int, Shapes], size_bytes: int, drop: Callable[[], object]) -> None:
         """Add captured shapes; drop the least recently used ones until the rest fits."""
         self._held[key] = (size_bytes, drop)
         self.used_bytes += size_bytes
@@ -67,7 +75,7 @@ class GraphBudget:
 @dataclass(frozen=True)
 class _Captured:
     inputs: list[torch.Tensor]
-    groups: list[Replayable]
+    graphs: dict[int, Replayable]  # index of a graph's last group -> graph
     outputs: list[torch.Tensor]
 
 
@@ -84,43 +92,53 @@ class DeviceProgram:
         self._bound = bound
         self._device = device
         self._recorder = recorder if isinstance(bound, BoundGraph) else None
-        self._limits: dict[int, int] = {}  # see ``index_limits``
+        self.limits: dict[int, int] = {}  # see ``index_limits``
         if isinstance(bound, BoundGraph):
-            self._limits = index_limits(bound.graph, bound.manifest.tensors)
+            self.limits = index_limits(bound.graph, bound.manifest.tensors)
         self._budget = budget
         self._captured: dict[Shapes, _Captured] = {}
-        self._wanted: dict[Shapes, None] = {}  # shapes that ran eagerly, oldest first
+        self._wanted: dict[Shapes, Step] = {}  # shapes that ran eagerly, oldest first
         self._refused: set[Shapes] = set()
         # A graph program keeps nothing between two runs; a module may cache tensors.
         self.may_use_slice = isinstance(bound, BoundGraph)
         # A replay loads no kernel and allocates nothing, so the device itself may wait for a fence.
         self.is_replaying = False
 
-    def run(self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup) -> list[torch.Tensor]:
+    def run(
+        self, inputs: Sequence[torch.Tensor], before_group: BeforeGroup, then: Then | None = None
+    ) -> list[torch.Tensor]:
         """Implement ``BoundProgram.run``; return when all work is enqueued, not when it has run.
 
         The inputs must stay unchanged until it has run. The next replay overwrites the outputs.
 
+        With ``then``, the inputs are on this device and in range, and this returns the result of
+        ``then`` for the outputs, which depends on nothing else but the inputs, and may change
+        them. One graph contains all that, so its replay waits for all groups.
+
         Raises:
             InvalidInput: an index is out of its table's range; nothing was enqueued.
         """
-        check_indices(self._limits, self.manifest.inputs, inputs)
-        shapes = _shapes(inputs)
+        if then is None:
+            check_indices(self.limits, self.manifest.inputs, inputs)
+        shapes = _shapes(inputs, are_here=then is not None)
         captured = self._captured.get(shapes)
         self.is_replaying = captured is not None
         if captured is None:
             moved = [value.to(self._device, non_blocking=True) for value in inputs]
             outputs = self._bound.run(moved, before_group)
             if self._recorder is not None and shapes not in self._refused:
-                self._wanted[shapes] = None  # each operator's contract has held for these shapes
-            return outputs
+                # Each operator's contract has held for these shapes.
+                self._wanted[shapes] = ([] if then is None else inputs, then)
+            with torch.inference_mode():
+                return outputs if then is None else then(outputs)
         self._budget.touch((id(self), shapes))
         with torch.inference_mode():
-            for place, value in zip(captured.inputs, inputs, strict=True):
+            for place, value in zip(captured.inputs, inputs, strict=False):
                 place.copy_(value, non_blocking=True)
-        for index, group in enumerate(captured.groups):
+        for index in range(len(self.manifest.groups)):
             before_group(index)
-            group.replay()
+            if (graph := captured.graphs.get(index)) is not None:
+                graph.replay()
         return captured.outputs
 
     @property
@@ -137,18 +155,18 @@ class DeviceProgram:
         """
         ends_at_s = time.monotonic() + IMPROVE_S
         while self._wanted and self._recorder is not None:
-            shapes, _ = self._wanted.popitem()
+            shapes, step = self._wanted.popitem()
             if shapes not in self._captured:
-                self._improve(shapes, self._recorder)
+                self._improve(shapes, step, self._recorder)
             if time.monotonic() > ends_at_s:
                 return
 
-    def _improve(self, shapes: Shapes, recorder: CudaRecorder) -> None:
+    def _improve(self, shapes: Shapes, step: Step, recorder: CudaRecorder) -> None:
         assert isinstance(self._bound, BoundGraph)
-        if not self._bound.is_tried(tuple(shape for _, shape in shapes)):
+        if not self._bound.is_tried(tuple(shape for _, shape, _ in shapes)):
             return  # the contracts' result was dropped, and a capture does not check contracts
         try:
-            captured, cost = self._capture(self._bound, shapes, recorder)
+            captured, cost = self._capture(self._bound, shapes, step, recorder)
         except CudaError:  # sticky: this process is replaced
             raise
         except Exception as error:  # these shapes run eagerly
@@ -160,42 +178,49 @@ class DeviceProgram:
             self._refused.add(shapes)
             return
         self._captured[shapes] = captured
-        self._budget.add((id(self), shapes), cost, lambda: self._drop(shapes))
-        log.info("graphs=captured count=%d bytes=%d", len(captured.groups), cost)
+        self._budget.add((id(self), shapes), cost, partial(self._captured.pop, shapes))
+        log.info("graphs=captured count=%d bytes=%d", len(captured.graphs), cost)
 
     def close(self) -> None:
         """Free all captured graphs, because the weights have moved or the program is not needed."""
-        for shapes in list(self._captured):
-            self._drop(shapes)
+        for shapes in self._captured:
             self._budget.remove((id(self), shapes))
-
-    def _drop(self, shapes: Shapes) -> None:
-        self._captured.pop(shapes, None)
+        self._captured.clear()
 
     def _capture(
-        self, bound: BoundGraph, shapes: Shapes, recorder: CudaRecorder
+        self, bound: BoundGraph, shapes: Shapes, step: Step, recorder: CudaRecorder
     ) -> tuple[_Captured, int]:
-        """Capture a graph; return it with its cost in bytes.
+        """Capture graphs; return them with their cost in bytes.
 
         The cost is torch's reserved bytes plus the driver's, which are capped, because other
-        processes allocate at the same time.
+        processes allocate at the same time. A graph costs some bytes, so their number is limited.
         """
         free, reserved = recorder.memory_bytes()
+        (inputs, then), end, outputs = step, len(self.manifest.groups), list[torch.Tensor]()
         with recorder.session(), torch.inference_mode():
-            inputs = [
+            copies = [
                 torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)
-                for dtype, shape in shapes
+                for dtype, shape, _ in shapes
+                if then is None
             ]
-            environment = bound.start(inputs)
-            groups = [
-                recorder.record(lambda index=index: bound.run_group(index, environment))  # type: ignore[misc]
-                for index in range(len(self.manifest.groups))
-            ]
-            captured = _Captured(inputs, groups, bound.finish(environment))
+            environment = bound.start(copies or inputs)
+
+            def compute(groups: range) -> None:
+                for index in groups:
+                    bound.run_group(index, environment)
+                if groups.stop == end:
+                    results = bound.finish(environment)
+                    outputs.extend(results if then is None else then(results))
+
+            parts = [range(end)] if then else [range(one, one + 1) for one in range(end)]
+            graphs = {part[-1]: recorder.record(partial(compute, part)) for part in parts}
         free_now, reserved_now = recorder.memory_bytes()
         own = reserved_now - reserved
-        return captured, own + min(max(0, free - free_now - own), GRAPH_BYTES * len(groups))
+        driver_bytes = min(max(0, free - free_now - own), GRAPH_BYTES * end)
+        return _Captured(copies, graphs, outputs), max(own + driver_bytes, GRAPH_BYTES)
 
 
-def _shapes(inputs: Sequence[torch.Tensor]) -> Shapes:
-    return tuple((str(v.dtype).removeprefix("torch."), tuple(v.shape)) for v in inputs)
+def _shapes(inputs: Sequence[torch.Tensor], *, are_here: bool = False) -> Shapes:
+    places = [(v.data_ptr(), *v.stride()) if are_here else () for v in inputs]
+    pairs = zip(inputs, places, strict=True)
+    return tuple((str(v.dtype).removeprefix("torch."), tuple(v.shape), at) for v, at in pairs)

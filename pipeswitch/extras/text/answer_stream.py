@@ -176,12 +176,9 @@ class AnswerStream:
         return request
 
     def _end(self) -> None:
-        if (
-            self._request is not None
-            and not self._request.cancel()
-            and not (self._request.cancelled())
-        ):
-            self._request.exception()  # otherwise asyncio logs an unread error
+        request = self._request
+        if request is not None and not request.cancel() and not request.cancelled():
+            request.exception()  # otherwise asyncio logs an unread error
 
     async def _ask(self, message: TextAsked) -> None:
         """Send a message, and set ``step``. If the process has ended, continue with a new one."""

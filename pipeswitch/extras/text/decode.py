@@ -11,12 +11,14 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import repeat
 from typing import Final
 
 import numpy as np
 import torch
 
+from ...devices.cuda.graphs import DeviceProgram
 from ...devices.worker_device import now_ms
 from ...ipc.messages.base import ModelName, SlabTensor
 from ...ipc.messages.run import Run
@@ -48,6 +50,8 @@ with contextlib.suppress(ImportError):  # it comes with the extra ``grammar``
 RUN_MS: Final = 125.0  # target time of a run; streams get its tokens at its end, 8 times a second
 ROWS_STEP: Final = 16  # rows are a multiple of this, so shapes seldom change; few rows are unused
 GPU_ROWS_STEP: Final = 128  # larger on a GPU, which captures each shape
+
+_NO_ROWS: Final = torch.empty(2, 0)
 
 Known = tuple[int, int, int]  # cache, run that computed its last rows, number of rows
 
@@ -158,7 +162,7 @@ class DecodeRunner:
         runs = message.runs
         if not any(one.sampling_params for one in runs):
             return None
-        most = 0 if message.staging else self._most(message, bound.manifest)
+        most = 0 if message.staging else self._most(message, bound)
         if device != self.caches.device:
             self.caches.device = device
             self.caches.let_go()
@@ -166,19 +170,26 @@ class DecodeRunner:
         steps.follow_schemas(self.tokenizers)
         return steps
 
-    def _most(self, message: RunInference, manifest: Manifest) -> int:
+    def _most(self, message: RunInference, bound: BoundProgram) -> int:
         """Return the maximum number of steps of a run; 0: one step whose cache is not kept.
 
         A prompt is computed as a single step. The first step of a model in this process is single,
-        too, because its duration is not known yet.
+        too, because its duration is not known yet. Timed groups run one by one. A GPU must not
+        look up a token that is not in the model's table.
         """
-        runs = message.runs
+        runs, manifest = message.runs, bound.manifest
         sampling_params = [one.sampling_params for one in runs if one.sampling_params is not None]
         slabs = [_slabs_of(one, manifest) for one in runs]
         is_long = any(named[IDS].shape != (1, 1) for named in slabs)
         caches_bytes = sum(named[CACHE].size_bytes for named in slabs)
         is_large = len(runs) > 1 and caches_bytes > MAX_JOINED_BYTES
-        if len(sampling_params) < len(runs) or is_long or is_large:
+        tables = bound.limits.items() if isinstance(bound, DeviceProgram) else ()
+        is_odd = any(
+            manifest.inputs[at].name == IDS and rows < manifest.extra["generation"]["vocabulary"]
+            for at, rows in tables
+        )
+        is_single = is_long or is_large or is_odd or message.is_timed
+        if len(sampling_params) < len(runs) or is_single:
             return 0
         most = min(one.steps for one in sampling_params)
         if 2 * self._step_ms.get((message.model, len(runs)), RUN_MS) > RUN_MS:
@@ -205,6 +216,7 @@ class DecodeRun:
         is_over: Callable[[], bool],
     ) -> None:
         self._bound, self.most, self._caches = bound, most, caches
+        self._device_program = bound if isinstance(bound, DeviceProgram) else None
         self._pool, self._is_over = pool, is_over
         self._runs, self._order = runs, [*range(len(runs))]  # the row of each run
         self._cache: torch.Tensor
@@ -260,17 +272,20 @@ class DecodeRun:
         if self._tokens:  # an earlier try chose them before it ran out of memory
             self._chances = [[] for _ in self._runs]
             self.follow_schemas(self._tokenizers)
+        counts, used = named[COUNT], named[USED]
         if self.most:
             self._cache = named[CACHE]
             self._caches.numbers(len(self._runs)).copy_(self._begin)
-        upto = (named[USED] + named[COUNT]).tolist()  # each sequence's tokens after this step
-        self._first, self._tokens = named[USED].tolist(), []
-        # A graph's replay copies its inputs.
-        is_in_place = self.most and self._caches.device == "cpu"
+            _, _, counts, used = self._begin
+        upto = (used + counts).tolist()  # each sequence's tokens after this step
+        self._first, self._tokens = used.tolist(), []
+        advance, program = partial(self._advance, named), self._device_program
         while True:
-            with DecodeRows([end - 1 for end in upto] if is_in_place else []):
-                outputs = self._bound.run(inputs, before_group)
-            best = self._advance(named, outputs)
+            if program is not None and self.most:
+                *outputs, best = program.run(inputs, before_group, advance)
+            else:
+                with DecodeRows([end - 1 for end in upto] if self.most else []):
+                    *outputs, best = advance(self._bound.run(inputs, before_group))
             is_likeliest = self._choose(self._named(outputs)[0], best, upto)
             if not self.most or self._is_last(now_ms() - began_ms):
                 return outputs
@@ -281,22 +296,22 @@ class DecodeRun:
 
     def _advance(
         self, named: Mapping[str, torch.Tensor], outputs: Sequence[torch.Tensor]
-    ) -> torch.Tensor | None:
+    ) -> list[torch.Tensor]:
         """Keep a step's new rows, and change its inputs to those of the next step.
 
-        Return each row's largest logit, and the first of its tokens, as float64 [2, rows]; None if
-        the logits are on the host, where numpy finds them in a tenth of torch's time.
+        Return the outputs, and each row's largest logit and the first of its tokens, as float64
+        [2, rows]; on the host, where numpy finds them in a tenth of torch's time, without rows.
         """
         logits, rows = self._named(outputs)
         if self.most:
             named[CACHE][self._each, named[USED]] = rows[:, 0]
             named[USED].add_(1)
-        if self._caches.device == "cpu":
-            return None
+        if self._device_program is None:
+            return [*outputs, _NO_ROWS]
         highest, tokens = logits.max(-1)
         if self.most:
             self._ids.copy_(tokens)
-        return torch.stack([highest.double(), tokens.double()])
+        return [*outputs, torch.stack([highest.double(), tokens.double()])]
 
     def outputs_of(
         self, number: int, own: Sequence[torch.Tensor]
@@ -345,14 +360,14 @@ class DecodeRun:
         )
         return self.count == self.most or is_late or is_end or self._is_over()
 
-    def _choose(self, logits: torch.Tensor, best: torch.Tensor | None, upto: Sequence[int]) -> bool:
+    def _choose(self, logits: torch.Tensor, best: torch.Tensor, upto: Sequence[int]) -> bool:
         """Choose the next token of each row; return True if all are the likeliest of ``best``.
 
-        If ``best`` is given, only rows whose choice needs more than that are copied to the host.
+        On a GPU, only logits of rows whose choice needs more than that are copied to the host.
         """
-        count, rows = self.count, len(upto)
-        highest, likeliest = ([math.nan] * rows, [0] * rows) if best is None else best.tolist()
-        values = logits.float().numpy() if best is None else None
+        count, rows, is_here = self.count, len(upto), best is _NO_ROWS
+        highest, likeliest = ([math.nan] * rows, [0] * rows) if is_here else best.tolist()
+        values = logits.float().numpy() if is_here else None
         tokens = [*map(int, likeliest)]
         self._tokens.append(tokens)
         for number, (one, row, sampling) in enumerate(
@@ -380,7 +395,7 @@ class DecodeRun:
             if options.logprobs is not None:
                 chance = chance_of(own, tokens[row], options.logprobs)
                 self._chances[number].append(chance)
-        return best is not None and tokens == likeliest
+        return not is_here and tokens == likeliest
 
 
 def _slabs_of(run: Run, manifest: Manifest) -> dict[str, SlabTensor]:

@@ -124,7 +124,8 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if str(func) in SYNCHRONISE:
             raise RuntimeError("operation not permitted when stream is capturing")
-        result = func(*args, **(kwargs or {}))
+        is_in_place = func._schema.name.endswith("_")
+        result = args[0] if is_in_place else func(*args, **(kwargs or {}))
         self._entries.append((func, args, kwargs or {}, result))
         return result
 

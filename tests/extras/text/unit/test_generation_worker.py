@@ -66,6 +66,7 @@ class Rig(allocation.Rig):
         head = SimpleNamespace(
             runs=tuple(runs.values()),
             staging=(),
+            is_timed=False,
             model="m",
             op_id=self.op_id,
             is_code=False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 import os
@@ -12,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda.host_torch import Tape, TapeRecorder
 
 from pipeswitch.base.errors import InvalidInput
+from pipeswitch.devices.cuda.graphs import DeviceProgram, GraphBudget
 from pipeswitch.extras.text import decode
 from pipeswitch.extras.text.decode import DecodeRunner
 from pipeswitch.extras.text.decoding.sampling import Sampling, next_token
@@ -22,14 +23,18 @@ from pipeswitch.ipc.messages.base import SlabTensor
 from pipeswitch.ipc.messages.run import SamplingParams
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import Batching
+from pipeswitch.programs.running.executor import BoundGraph
 from pipeswitch.workers.inference.pool import MappedPool
 
 VOCABULARY, WIDTH, CONTEXT = 11, 3, 200
 NAMES = ("ids", "count", "used", "cache")
 
 
-class Toy:
-    """Model whose logits depend on each used row of the cache, and on nothing else."""
+class Toy(BoundGraph):
+    """Model whose logits depend on each used row of the cache, and on nothing else.
+
+    Logits are integers, and often equal. It has two groups, which a fake GPU can capture.
+    """
 
     def __init__(self) -> None:
         specs = [
@@ -42,30 +47,50 @@ class Toy:
             digest="d",
             batching=Batching(limit=8, delay_ms=0.0, is_exact=False),
             dims=[Dim("past", 1, CONTEXT)],
+            groups=(0, 1),
+            tensors=(),
         )
-        self.is_nonsense = False
+        self.graph: Any = SimpleNamespace(inputs=(), nodes=(), first_node_value=0)
         self.fixed: Any = None  # logits of each row, if they do not depend on the cache
 
+    def is_tried(self, shapes: Any) -> bool:
+        return True
+
+    def start(self, inputs: Any) -> Any:
+        return {"inputs": inputs}
+
+    def run_group(self, index: int, environment: Any) -> None:
+        ids, count, used, cache = environment["inputs"]
+        if index == 0:
+            environment["rows"] = torch.stack([ids * 7.0 + 1, ids * 3.0, ids * 5.0 + 2], -1)
+            return
+        past, length = (torch.arange(one.shape[1]) for one in (cache, ids))
+        used = used[:, None]
+        at = torch.cat(
+            [(past + 1) * (past < used), (used + length + 1) * (length < count[:, None])], 1
+        )
+        sums = (torch.cat([cache, environment["rows"]], 1) * at[:, :, None]).sum((1, 2))
+        logits = (sums % 97)[:, None] * torch.arange(1, VOCABULARY + 1) % 13
+        environment["logits"] = logits if self.fixed is None else self.fixed.clone()
+
+    def finish(self, environment: Any) -> list[torch.Tensor]:
+        return [environment["logits"], environment["rows"]]
+
     def run(self, inputs: Any, before_group: Any) -> list[torch.Tensor]:
-        before_group(0)
-        ids, count, used, cache = inputs
-        assert cache.shape[1] <= CONTEXT
-        rows = torch.stack([ids * 7.0 + 1, ids * 3.0, ids * 5.0 + 2], -1)
-        logits = torch.zeros(len(ids), VOCABULARY)
-        for row in range(len(ids)):
-            assert cache[row, used[row] + 1 :].isfinite().all()
-            rows_so_far = torch.cat([cache[row, : used[row]], rows[row, : count[row]]])
-            at = torch.arange(1, len(rows_so_far) + 1.0)[:, None]
-            logits[row] = torch.cos((rows_so_far * at).sum() * torch.arange(1.0, VOCABULARY + 1))
-        if self.fixed is not None:
-            logits = self.fixed.clone()
-        return [logits * float("nan") if self.is_nonsense else logits, rows]
+        environment = self.start(inputs)
+        assert inputs[3].shape[1] <= CONTEXT
+        assert inputs[3].isfinite().all()
+        for index in range(2):
+            before_group(index)
+            self.run_group(index, environment)
+        return self.finish(environment)
 
 
 class Pool:
     """Pool in which a slab is the tensor itself, or a cache's rows."""
 
     def gather(self, slab: Any, into: torch.Tensor) -> None:
+        self.target = into.untyped_storage().data_ptr()  # no copy on the host is between
         into.zero_()[: len(slab.rows)] = slab.rows
 
     def extend(self, slab: Any, rows: torch.Tensor) -> None:
@@ -87,8 +112,10 @@ def padded(inputs: list[Any]) -> list[torch.Tensor]:
 
 class Worker:
     def __init__(self, toy: Toy | None = None, device: str = "cpu") -> None:
-        self.toy, self.stepping, self.copies = toy or Toy(), DecodeRunner(), 0
-        self.device = device
+        self.toy, self.stepping, self.device = toy or Toy(), DecodeRunner(), device
+        self.bound: Any = self.toy
+        if device != "cpu":
+            self.bound = DeviceProgram(self.bound, "cpu", TapeRecorder(), GraphBudget(1 << 30))
         self.op_id, self.took_ms = 0, 0.0
         self.waits: Any = lambda: False
 
@@ -122,6 +149,7 @@ class Worker:
             inputs=inputs,
             model="m",
             staging=(),
+            is_timed=False,
             cache=number,
             after=after,
         )
@@ -131,17 +159,20 @@ class Worker:
         head = SimpleNamespace(**vars(requests[0]) | {"runs": tuple(requests)})
         self.op_id += 1
         head.op_id = self.op_id
-        run = self.stepping.begin(head, self.toy, Pool(), self.device, self.waits)  # type: ignore[arg-type]
+        self.pool = Pool()
+        run = self.stepping.begin(head, self.bound, self.pool, self.device, self.waits)  # type: ignore[arg-type]
         assert run is not None
         self.run = run
-        inputs = run.inputs() if run.most else padded(requests[0].inputs)
-        outputs = run.run(inputs, lambda _: None)
+        self.inputs = run.inputs() if run.most else padded(requests[0].inputs)
+        outputs = run.run(self.inputs, lambda _: None)
         rows_of_all = []
         for number in range(len(requests)):
             outputs_told = run.outputs_of(number, [one[number : number + 1] for one in outputs])
             assert outputs_told == ([], [])
             rows_of_all.append(requests[number].inputs[3].made.reshape(1, -1, WIDTH))
         self.stepping.ended(head, run, self.took_ms * run.count)
+        if self.bound is not self.toy:
+            self.bound.improve()
         return [([*one], rows) for one, rows in zip(run.tokens(), rows_of_all, strict=True)]
 
     def alone(self, tokens: list[int], count: int, **how: Any) -> list[int]:
@@ -163,7 +194,7 @@ def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_runs_of_any_caches_in_any_order_answer_each_as_alone(seed: int, device: str) -> None:
     """End, drop or move caches at random, so that rows kept by a worker are used or stale.
 
-    ``cpu:0`` is the cpu, too, but its caches are filled like those of a GPU.
+    ``cpu:0`` is the cpu, too, but computes like a GPU.
     """
     chance, worker = random.Random(seed), Worker(device=device)
     lives: dict[int, Any] = {}
@@ -195,39 +226,24 @@ def test_runs_of_any_caches_in_any_order_answer_each_as_alone(seed: int, device:
     assert hits > 40
 
 
-def test_caches_are_copied_between_pool_and_gpu_without_a_copy_on_the_host(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    worker, targets, gather = Worker(device="cpu:0"), set[int](), Pool.gather
-
-    def record(pool: Pool, slab: Any, into: torch.Tensor) -> None:
-        targets.add(into.untyped_storage().data_ptr())
-        gather(pool, slab, into)
-
-    monkeypatch.setattr(Pool, "gather", record)
-    worker.told([worker.asked([1, 2, 3], 4), worker.asked([5, 6], 4)])
-    assert targets == {worker.stepping.caches._rows.untyped_storage().data_ptr()}
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_gpu_chooses_the_token_that_the_host_would_choose(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_a_gpu_chooses_the_token_that_the_host_would_choose(seed: int, kind: Any) -> None:
     """Compare with ``next_token`` for equal logits, infinities and NaN."""
     chance, worker = random.Random(seed), Worker(device="cpu:0")
-    for kind in (torch.float32, torch.bfloat16, torch.float16):
-        values = [chance.choice([0.5, 2.0, -1.0, math.nan, -math.inf]) for _ in range(4 * 11)]
-        worker.toy.fixed = torch.tensor(values, dtype=kind).view(4, VOCABULARY)
-        worker.toy.fixed[3] = chance.choice([math.nan, math.inf, -math.inf, 1.0])
-        hows: list[dict[str, Any]] = [{}, {"temperature": 2.0}, {}, {}]
-        expected: list[Any] = []
-        with contextlib.suppress(InvalidInput):
-            for row, how in zip(worker.toy.fixed.float().numpy(), hows, strict=True):
-                expected.append([next_token(row, Sampling(**how), 2)])
-        requests = [worker.asked([1, 2], 1, **how) for how in hows]
-        if len(expected) == 4:
-            assert [tokens for tokens, _ in worker.told(requests)] == expected
-        else:
+    values = [chance.choice([0.5, 2.0, -1.0, math.nan, -math.inf]) for _ in range(4 * 11)]
+    fixed = worker.toy.fixed = torch.tensor(values, dtype=kind).view(4, VOCABULARY)
+    fixed[3] = chance.choice([math.nan, math.inf, -math.inf, 1.0])
+    hows: list[dict[str, Any]] = [{}, {"temperature": 2.0}, {}, {}]
+    requests = [worker.asked([1, 2], 1, **how) for how in hows]
+    rows = [*zip(fixed.float().numpy(), hows, strict=True)]
+    for _ in range(2):  # eager, then in a graph
+        if not fixed[3].isfinite().all():
             with pytest.raises(InvalidInput):
                 worker.told(requests)
+        else:
+            tokens = [[next_token(row, Sampling(**how), 2)] for row, how in rows]
+            assert [own for own, _ in worker.told(requests)] == tokens
 
 
 def test_only_logits_that_the_host_needs_leave_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +261,43 @@ def test_only_logits_that_the_host_needs_leave_a_gpu(monkeypatch: pytest.MonkeyP
     assert not copied
     worker.told([*plain, worker.asked([7], 4, temperature=1.0)])
     assert copied == [VOCABULARY] * 4
+
+
+def test_a_step_is_one_replay_that_copies_no_cache_whatever_fails_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker, copied, calls, fails = Worker(device="cpu:0"), list[int](), list[int](), set[int]()
+    requests = [worker.asked([1, 2, 3], 9), worker.asked([5, 6], 9, temperature=1.0)]
+    expected = [worker.alone([1, 2, 3], 9), worker.alone([5, 6], 9, temperature=1.0)]
+    worker.told(requests)  # eager, with one step
+    copy, replay = torch.Tensor.copy_, Tape.replay
+
+    def record(value: torch.Tensor, source: torch.Tensor, **how: Any) -> torch.Tensor:
+        copied.append(source.data_ptr())
+        return copy(value, source, **how)
+
+    def fail_once(tape: Tape) -> None:
+        calls.append(1)
+        if len(calls) in fails:
+            fails.clear()
+            raise torch.OutOfMemoryError("in the middle of a run")
+        replay(tape)
+
+    monkeypatch.setattr(Tape, "replay", fail_once)
+    for number in range(1, 10):
+        calls.clear()
+        fails.add(number)
+        with pytest.raises(torch.OutOfMemoryError):
+            worker.told(requests)
+        run, inputs = worker.run, worker.inputs
+        run.run(inputs, lambda _: None)
+        assert [list(one) for one in run.tokens()] == expected
+    calls.clear()
+    monkeypatch.setattr(torch.Tensor, "copy_", record)
+    run.run(inputs, lambda _: None)
+    assert (len(calls), [list(one) for one in run.tokens()]) == (9, expected)
+    assert run._cache.data_ptr() not in copied
+    assert worker.pool.target == run._cache.data_ptr()
 
 
 def test_a_run_ends_with_a_last_token_with_others_that_wait_and_with_its_time(
@@ -282,10 +335,21 @@ def test_a_prompt_is_one_step_and_so_is_the_first_and_what_takes_long(
     assert counts == [1, 1, 9, 1, 9]
 
 
+def test_on_a_gpu_a_step_is_single_if_groups_are_timed_or_a_token_may_lack_a_row() -> None:
+    worker = Worker(device="cpu:0")
+    worker.toy.manifest.extra = {"generation": {"vocabulary": VOCABULARY}}
+    for rows, is_timed, most in ((VOCABULARY, False, 1), (VOCABULARY - 1, False, 0), (99, True, 0)):
+        worker.bound.limits = {0: rows, 2: 9}
+        request = worker.asked([1, 2], 1)
+        request.is_timed = is_timed
+        worker.told([request])
+        assert worker.run.most == most
+
+
 def test_of_a_piece_of_a_prompt_no_token_is_chosen() -> None:
     """Compute a part of a prompt: its rows are returned; its logits, here NaN, are not used."""
     worker = Worker()
-    worker.toy.is_nonsense = True
+    worker.toy.fixed = torch.full((1, VOCABULARY), math.nan)
     [(tokens, rows)] = worker.told([worker.asked([1, 2, 3], 1, length=2, is_piece=True)])
     assert tokens == []
     assert torch.equal(rows, worker.rows([2, 3]))
@@ -293,7 +357,7 @@ def test_of_a_piece_of_a_prompt_no_token_is_chosen() -> None:
 
 def test_logits_that_are_no_numbers_are_said() -> None:
     worker = Worker()
-    worker.toy.is_nonsense = True
+    worker.toy.fixed = torch.full((1, VOCABULARY), math.nan)
     with pytest.raises(InvalidInput):
         worker.told([worker.asked([1, 2], 1)])
 
