@@ -31,7 +31,6 @@ from ..scheduler.state.events import (
     Reply,
 )
 from ..wire.frames import RequestHeader, decode_request
-from ..wire.stream import READ_BYTES
 from .announced_models import AnnouncedModels
 from .intake import validation
 from .intake.request_pool import PoolAllocation
@@ -151,7 +150,7 @@ class Inference:
             elif announced.priority != arrival.origin.priority:
                 arrival.origin = replace(arrival.origin, priority=announced.priority)
             caller, tenant, lent = arrival.origin.caller, announced.tenant, None
-            if admitted.input_bytes >= READ_BYTES and arrival.sequence is None:
+            if admitted.input_bytes > INLINE_COPY_BYTES and arrival.sequence is None:
                 lent = self._pool.lent_for(admitted.inputs, tensors, caller, tenant)
             allocation = self._pool.reserve(
                 caller, admitted.input_bytes, admitted.reply_bytes, tenant, lent
@@ -246,9 +245,12 @@ class Inference:
     ) -> memoryview | None:
         """Return pool memory for the tensors of a large request that begins to arrive.
 
-        None: they are received elsewhere; if the request is accepted, they are copied.
+        None: they are received elsewhere, and then copied if the request is accepted. For less
+        than INLINE_COPY_BYTES that takes no longer.
         """
         client, model = peer.client, None
+        if size_bytes <= INLINE_COPY_BYTES:
+            return None
         with contextlib.suppress(RemoteProtocolError):  # it is refused when it has arrived
             header = decode_request(frames)
             if header.op == "infer" and "sequence" not in header.body:

@@ -243,7 +243,7 @@ def test_a_client_that_leaves_while_its_payload_is_copied_frees_its_room(
     until(lambda: server.tcp.pool.is_empty)
 
 
-WIDTH = (17 << 10) + 3  # 68 KiB and 12 bytes: received into the pool, not into whole pages
+WIDTH = (300 << 10) + 3  # 1.2 MiB and 12 bytes: received into the pool, not into whole pages
 
 
 def test_a_large_payload_is_received_into_the_pool(server: FakeScheduler) -> None:
