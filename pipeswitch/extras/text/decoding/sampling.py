@@ -24,6 +24,7 @@ MAX_HELD: Final = 128  # end tokens of a model and of a request
 MAX_UNTIL: Final = 1 << 40  # longer than any context
 MAX_SCHEMA_CHARS: Final = 8 << 10  # the message of each step contains the schema
 MAX_LOGPROBS: Final = 20  # OpenAI's limit
+BLOCK: Final = 64  # values of which the largest is compared first
 NO_TOKENS: Final[Mapping[int, int]] = {}
 
 Chance = tuple[float, tuple[tuple[int, float], ...]]
@@ -107,12 +108,12 @@ class Options(
             values[[*self.held]] = -np.inf
         return values
 
-    def cut(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the weights, with zeros for tokens that are not candidates."""
+    def cut(self, weights: NDArray[np.float64]) -> None:
+        """Set the weights of tokens that are not candidates to zero."""
         least = self.min_p * float(weights.max())
         if 0 < self.top_k < len(weights):
-            least = max(least, float(np.partition(weights, -self.top_k)[-self.top_k]))
-        return np.where(weights < least, 0.0, weights)
+            least = max(least, _nth_largest(weights, self.top_k))
+        weights[weights < least] = 0.0
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -169,23 +170,28 @@ def next_token(
     if sampling.options is not None:
         logits = sampling.options.adjusted(logits, position, token_counts)
     best = int(np.argmax(logits))  # the index of a NaN, if there is one
-    if math.isnan(logits[best]):
+    if has_nan := math.isnan(logits[best]):
         best = int(np.argmax(np.where(np.isnan(logits), -np.inf, logits)))
     if not math.isfinite(logits[best]):
         raise InvalidInput(f"its largest logit at position {position} is {logits[best]}")
     if sampling.temperature == 0.0:
         return best
+    # Changed in place: a new array costs more than its values. ``adjusted`` made one.
+    weights = logits.astype(np.float64, copy=sampling.options is None)
     with np.errstate(over="ignore"):  # -inf is the right result for a tiny temperature
-        scaled = (logits.astype(np.float64) - float(logits[best])) / sampling.temperature
-    weights = np.exp(np.where(np.isnan(scaled), -np.inf, scaled))
+        weights -= float(logits[best])
+        weights /= sampling.temperature
+    np.exp(weights, out=weights)
+    if has_nan:
+        weights[np.isnan(weights)] = 0.0
     if sampling.options is not None:
-        weights = sampling.options.cut(weights)
-    tokens = np.arange(len(weights))
-    if sampling.top_p < 1.0:
-        tokens = _top_filter(weights, sampling.top_p)
-    upto = np.cumsum(weights[tokens])
+        sampling.options.cut(weights)
+    tokens = _top_filter(weights, sampling.top_p) if sampling.top_p < 1.0 else None
+    chosen = weights if tokens is None else weights[tokens]
+    upto = np.cumsum(chosen, out=chosen)
     drawn = uniform(sampling.seed, position) * upto[-1]
-    return int(tokens[min(int(np.searchsorted(upto, drawn, side="right")), len(tokens) - 1)])
+    place = min(int(np.searchsorted(upto, drawn, side="right")), len(upto) - 1)
+    return place if tokens is None else int(tokens[place])
 
 
 def chance_of(logits: NDArray[np.floating], token: int, count: int) -> Chance:
@@ -214,6 +220,14 @@ def _top_filter(weights: NDArray[np.float64], top_p: float) -> NDArray[np.intp]:
     tokens = heavy[np.argsort(-weights[heavy], kind="stable")]
     upto = np.cumsum(weights[tokens])
     return tokens[: int(np.searchsorted(upto, top_p * total)) + 1]
+
+
+def _nth_largest(values: NDArray[np.float64], n: int) -> float:
+    """Return the n-th largest value. It is among those as large as the n-th largest of blocks."""
+    largest = values[: len(values) // BLOCK * BLOCK].reshape(-1, BLOCK).max(1)
+    if n <= len(largest):
+        values = values[values >= np.partition(largest, -n)[-n]]
+    return float(np.partition(values, -n)[-n])
 
 
 def uniform(seed: int, position: int) -> float:
