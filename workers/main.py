@@ -158,7 +158,11 @@ class WorkerProcess:
                     if is_taken_back or not infer(
                         message, self._programs, self._pool, self._view, self._task, slot
                     ):
-                        self._task.send(worker_msg.WorkerClean(op_id=message.op_id))
+                        captured, self._programs.captured = self._programs.captured, ()
+                        model = message.model
+                        self._task.send(
+                            worker_msg.WorkerClean(op_id=op_id, model=model, captured=captured)
+                        )
                 case worker_msg.PrepareModel():
                     self._make_ready_for(message, descriptors)
                     self._prepare(message)
@@ -197,6 +201,9 @@ class WorkerProcess:
             self._programs.prepare(message)
         except Exception as problem:  # the model's own code: the request will load it again
             error = f"{type(problem).__name__}: {problem}"[:2000]
+        if message.shapes and not error:
+            self._programs.warm_up(message)
+            self._view.trim()
         self._task.send(
             worker_msg.ModelPrepared(
                 model=message.model, digest=message.digest, plan=message.plan, error=error

@@ -13,6 +13,7 @@ from ..base.errors import PipeSwitchError, RemoteProtocolError
 from ..ipc.control_page import Board, ring
 from ..ipc.gate import Where
 from ..ipc.messages.base import OpId
+from ..ipc.messages.worker import Shapes
 from ..programs.interface.layout import TensorSpec
 from .order_checks import FENCE_BYTES, FENCE_MASK
 
@@ -276,8 +277,13 @@ class WorkerDevice(SliceAccess):
         """Return True if ``improve`` would do something."""
         return False
 
-    def improve(self, program: BoundProgram) -> None:
-        """Make the program's next runs faster. May block, so call it when idle."""
+    def improve(self, program: BoundProgram, *more: Shapes) -> tuple[Shapes, ...]:
+        """Make runs with the inputs of earlier runs, and with ``more``, faster; return which ones
+        are. May block, so call it when idle."""
+        return ()
+
+    def trim(self) -> None:
+        """Free the memory that this process keeps and does not use (blocks)."""
 
     def drop(self, program: BoundProgram) -> None:
         """Drop a program that will not run again."""

@@ -39,10 +39,12 @@ from pipeswitch.devices.cuda.worker_device import CudaWorkerDevice
 from pipeswitch.devices.memory import DeviceMemory
 from pipeswitch.devices.worker_device import WorkerDevice
 from pipeswitch.ipc.control_page import BOARD_BYTES, new_doorbell, ring, sealed_memfd
-from pipeswitch.ipc.messages.base import ByteRange, ModelName, OpId, ResourceLimits
-from pipeswitch.ipc.messages.daemon import DaemonSettings, GroupCopy, TransmitEnded, TransmitModel
+from pipeswitch.ipc.messages.base import ByteRange, OpId, ResourceLimits
+from pipeswitch.ipc.messages.daemon import DaemonSettings, TransmitEnded, TransmitModel
 from pipeswitch.ipc.messages.worker import WorkerSettings
 from pipeswitch.programs.interface.layout import TensorSpec, aligned
+from tests.unit.test_cuda_memory import order as order_of
+from tests.unit.test_cuda_view import spec
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 MIB: Final = 1 << 20
@@ -346,28 +348,8 @@ def rig(make_rig: MakeRig) -> CpuRig:
     return make_rig()
 
 
-def order(
-    op_id: int, start: int, sizes: Sequence[int], *, store: int = 0, first_fence: int = 0
-) -> TransmitModel:
-    """Return an order to copy groups of ``sizes`` bytes, contiguous in the store and the arena."""
-    groups, position = [], 0
-    for index, size in enumerate(sizes):
-        groups.append(
-            GroupCopy(
-                store_offset_bytes=store + position,
-                arena_offset_bytes=start + position,
-                size_bytes=size,
-                fence=first_fence + index,
-            )
-        )
-        position += size
-    return TransmitModel(
-        model=ModelName("m"),
-        op_id=OpId(op_id),
-        arena_offset_bytes=start,
-        region_bytes=position,
-        groups=tuple(groups),
-    )
+def order(op_id: int, start: int, sizes: Sequence[int], **places: int) -> TransmitModel:
+    return order_of(op_id, sizes, start=start, **places)
 
 
 def in_whole_units(sent: TransmitModel) -> TransmitModel:
@@ -719,17 +701,6 @@ def test_closing_gives_back_threads_and_descriptors() -> None:
 
 
 # ---- tensors, slices ------------------------------------------------------------------------
-
-
-def spec(dtype: str, shape: tuple[int, ...], offset: int, size: int) -> TensorSpec:
-    return TensorSpec(
-        name="t",
-        dtype=dtype,
-        shape=shape,
-        offset_bytes=offset,
-        size_bytes=size,
-        file_offset_bytes=0,
-    )
 
 
 def test_tensors_have_the_transmitted_values(rig: CpuRig) -> None:

@@ -24,6 +24,7 @@ from pipeswitch.ipc.messages.worker import (
     InferenceFailed,
     PrepareModel,
     RunInference,
+    Shapes,
     Yielded,
 )
 from pipeswitch.programs.graphs.bundle import Bundle, Graph, read_bundle
@@ -39,7 +40,7 @@ from pipeswitch.programs.running.executor import (
     PackedKernels,
     Program,
 )
-from pipeswitch.programs.running.tensor_views import cut
+from pipeswitch.programs.running.tensor_views import cut, tensor_over
 from pipeswitch.programs.running.torch_settings import construct_without_data
 from pipeswitch.programs.spec import (
     MANIFEST_FILE,
@@ -69,6 +70,7 @@ class Programs:
         self._bound: dict[ModelName, tuple[Version, Place, BoundProgram]] = {}
         self.kinds: dict[str, Runner] = {}  # kind of settings -> its runner
         self.runners: dict[ModelName, Runner] = {}  # of models whose bundles have settings
+        self.captured: tuple[Shapes, ...] = ()  # by the last task, until it is reported
         allocator_switch()  # must run while this process may still open a file
 
     def take_files(self, model: ModelName, descriptors: list[int]) -> None:
@@ -85,6 +87,29 @@ class Programs:
         self._program(message)
         if message.arena_offset_bytes >= 0:
             self.bound(message)
+
+    def warm_up(self, message: PrepareModel) -> None:
+        """Run a loaded program with zeros as weights and inputs, unless another task has the turn;
+        then capture its CUDA graphs. All memory is this process's own."""
+        view, bound, program = self._view, self.bound(message), self._program(message)
+
+        def before_group(_: int) -> None:
+            if view.control_page.turn > message.op_id:
+                raise InterruptedError("another task has the turn")
+
+        def zeros(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+            return torch.zeros(shape, dtype=getattr(torch, dtype), device=view.device)
+
+        try:
+            with view.computing(None):
+                weights = zeros("uint8", (program.manifest.total_bytes,)).untyped_storage()
+                scratch = program.bind(lambda spec: tensor_over(weights, spec, 0))
+                scratch.run([zeros(*one[:2]) for one in message.shapes], before_group)
+                view.quiesce()
+            view.improve(bound, message.shapes)
+        except Exception as error:  # a request will report it
+            if view.is_lost(error):
+                raise
 
     def _program(self, model: Wanted) -> Program:
         version = (model.digest, model.plan)
@@ -321,7 +346,7 @@ def infer(
         )
     )
     if not is_clean:
-        view.improve(bound)
+        programs.captured = view.improve(bound)
     return is_clean
 
 

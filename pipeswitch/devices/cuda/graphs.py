@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from ...ipc.messages.worker import Shapes
 from ...programs.running.executor import BeforeGroup, BoundGraph, BoundProgram
 from .bindings import CudaError
 from .indices import check_indices, index_limits
@@ -34,9 +35,6 @@ log = logging.getLogger(__name__)
 
 IMPROVE_S: Final = 1.0  # meanwhile this worker takes no request
 GRAPH_BYTES: Final = 256 << 10  # the driver's memory of a graph: 34 took 4 to 8 MB on an H200
-
-Shapes = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-"""Dtype and shape of each input; address and strides of an input that is used where it is."""
 
 Then = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 Step = tuple[Sequence[torch.Tensor], Then | None]  # inputs that are used where they are, and then
@@ -146,20 +144,24 @@ class DeviceProgram:
         """True if shapes ran eagerly that could be captured."""
         return bool(self._wanted)
 
-    def improve(self) -> None:
-        """Capture shapes that ran eagerly, newest first. Block for up to ``IMPROVE_S`` and one
-        capture, so call it when idle.
+    def improve(self, *more: Shapes) -> tuple[Shapes, ...]:
+        """Capture shapes that ran eagerly, here or (``more``) with other weights, newest first;
+        return those that are graphs now, and could be in other processes. Block for up to
+        ``IMPROVE_S`` and one capture.
 
         Call it inside ``CudaTorch.computing(in_slice=False)``, because torch cannot capture into
         a pool that is in use.
         """
-        ends_at_s = time.monotonic() + IMPROVE_S
+        ends_at_s, tried = time.monotonic() + IMPROVE_S, list[Shapes]()
+        self._wanted |= dict.fromkeys(set(more) - self._refused, ([], None))
         while self._wanted and self._recorder is not None:
             shapes, step = self._wanted.popitem()
+            tried += [shapes] if step[1] is None else []
             if shapes not in self._captured:
                 self._improve(shapes, step, self._recorder)
             if time.monotonic() > ends_at_s:
-                return
+                break
+        return tuple([shapes for shapes in tried if shapes in self._captured])
 
     def _improve(self, shapes: Shapes, step: Step, recorder: CudaRecorder) -> None:
         assert isinstance(self._bound, BoundGraph)

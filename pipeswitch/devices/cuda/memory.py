@@ -27,6 +27,7 @@ import numpy as np
 from ...ipc.control_page import sealed_memfd
 from ...ipc.messages.base import ByteRange
 from ...ipc.messages.daemon import DaemonSettings, GroupCopy, TransmitEnded
+from ..cpu.arenas import Bytes
 from ..memory import DeviceMemory, Transmission
 from ..order_checks import FENCE_BYTES, FENCE_MASK, check_range
 from ..worker_device import now_ms
@@ -117,8 +118,8 @@ class CudaDeviceMemory(DeviceMemory):
         Raises:
             CudaError: this driver or container cannot share memory between processes.
         """
-        self._cuda.set_device(INDEX)
-        return self._cuda.export_handle(self._base)
+        with self._watched():
+            return self._cuda.export_handle(self._base)
 
     # -- host store ----------------------------------------------------------------------------
 
@@ -126,15 +127,10 @@ class CudaDeviceMemory(DeviceMemory):
         """Implement ``DeviceMemory.store_view``; the view is pinned."""
         check_range("store view", offset_bytes, size_bytes, self.store_bytes)
         with self._watched():
-            self._cuda.set_device(INDEX)
             self._store.pin(offset_bytes, size_bytes)
         return self._store.view(offset_bytes, size_bytes)
 
     # -- host to device ------------------------------------------------------------------------
-
-    def _prepare(self) -> None:
-        with self._watched():
-            self._cuda.set_device(INDEX)
 
     def _perform(self, job: Transmission) -> TransmitEnded:
         order = job.order
@@ -162,7 +158,6 @@ class CudaDeviceMemory(DeviceMemory):
         while (place := self._to_pin.get()) is not None:
             try:
                 with self._watched():
-                    self._cuda.set_device(INDEX)
                     self._store.pin(*place)
             except OSError as error:  # no memory for the range's missing pages
                 log.warning("pinning=put-off offset=%d cause=%s", place[0], error)
@@ -194,7 +189,6 @@ class CudaDeviceMemory(DeviceMemory):
         """Implement ``DeviceMemory.pin``: the device then copies there without staging."""
         start, size = int(np.frombuffer(place, dtype=np.uint8).ctypes.data), len(place)
         with self._watched():
-            self._cuda.set_device(INDEX)
             try:
                 self._cuda.register(start, size)
             except CudaError as error:
@@ -208,7 +202,6 @@ class CudaDeviceMemory(DeviceMemory):
     def _unpin(self, start: int) -> None:
         del self._pinned[start]
         with self._watched():
-            self._cuda.set_device(INDEX)
             self._cuda.unregister(start)
 
     def read_slice(self, offset_bytes: int, ranges: Sequence[ByteRange], into: memoryview) -> None:
@@ -217,11 +210,9 @@ class CudaDeviceMemory(DeviceMemory):
         If ``into`` is not pinned, two pinned buffers are used in turn.
         """
         target = np.frombuffer(into, dtype=np.uint8)
-        address = int(target.ctypes.data)
-        filling: deque[tuple[int, int, int]] = deque()  # (buffer, position, size)
+        address, position = int(target.ctypes.data), 0
+        filling: deque[tuple[int, Bytes]] = deque()  # buffer, place
         with self._watched():
-            self._cuda.set_device(INDEX)
-            position = 0
             if self._is_pinned(address, len(into)):
                 for one in ranges:
                     source = self._base + offset_bytes + one.offset_bytes
@@ -233,15 +224,18 @@ class CudaDeviceMemory(DeviceMemory):
             for number, (start, size) in enumerate(_pieces(offset_bytes, ranges)):
                 buffer = number % BOUNCE_COUNT
                 if len(filling) == BOUNCE_COUNT:
-                    self._empty(target, *filling.popleft())
-                self._cuda.copy_to_host(
-                    self._bounces[buffer].address, self._base + start, size, self._to_host
-                )
+                    self._empty(*filling.popleft())
+                into_buffer = self._bounces[buffer].address
+                self._cuda.copy_to_host(into_buffer, self._base + start, size, self._to_host)
                 self._cuda.record(self._bounce_events[buffer], self._to_host)
-                filling.append((buffer, position, size))
+                filling.append((buffer, target[position : position + size]))
                 position += size
             while filling:
-                self._empty(target, *filling.popleft())
+                self._empty(*filling.popleft())
+
+    def _empty(self, buffer: int, place: Bytes) -> None:
+        self._cuda.wait(self._bounce_events[buffer])
+        np.copyto(place, self._bounces[buffer].array[: len(place)])
 
     def save_slice(self, offset_bytes: int, size_bytes: int, image: int) -> None:
         os.posix_fallocate(image, 0, size_bytes)  # a lack of memory is an error, not a SIGBUS
@@ -254,7 +248,6 @@ class CudaDeviceMemory(DeviceMemory):
     ) -> None:
         """See ``DeviceMemory``. Two pinned buffers are used in turn, as in ``read_slice``."""
         with self._watched():
-            self._cuda.set_device(INDEX)
             for number, done in enumerate(range(0, size_bytes, BOUNCE_BYTES)):
                 if is_cancelled():
                     break
@@ -262,12 +255,8 @@ class CudaDeviceMemory(DeviceMemory):
                 if number >= BOUNCE_COUNT:
                     self._cuda.wait(self._bounce_events[buffer])
                 os.preadv(image, [self._bounces[buffer].array[:size].data], done)
-                self._cuda.copy_to_device(
-                    self._base + offset_bytes + done,
-                    self._bounces[buffer].address,
-                    size,
-                    self._to_host,
-                )
+                place, source = self._base + offset_bytes + done, self._bounces[buffer].address
+                self._cuda.copy_to_device(place, source, size, self._to_host)
                 self._cuda.record(self._bounce_events[buffer], self._to_host)
             self._cuda.synchronize(self._to_host)
 
@@ -275,19 +264,8 @@ class CudaDeviceMemory(DeviceMemory):
         end, pinned = address + size_bytes, [*self._pinned.items()]  # other threads unpin
         return any(one <= address and end <= one + size for one, size in pinned)
 
-    def _empty(
-        self,
-        target: np.ndarray[tuple[int], np.dtype[np.uint8]],
-        buffer: int,
-        position: int,
-        size: int,
-    ) -> None:
-        self._cuda.wait(self._bounce_events[buffer])
-        np.copyto(target[position : position + size], self._bounces[buffer].array[:size])
-
     def scrub(self, offset_bytes: int, size_bytes: int) -> None:
         with self._watched():
-            self._cuda.set_device(INDEX)
             self._cuda.fill(self._base + offset_bytes, 0, size_bytes, self._to_host)
             self._cuda.synchronize(self._to_host)
 
@@ -322,8 +300,9 @@ class CudaDeviceMemory(DeviceMemory):
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Enclose CUDA calls; on a sticky error call ``on_lost``, because the context is broken."""
+        """Enclose CUDA calls of any thread; call ``on_lost`` if an error broke the context."""
         try:
+            self._cuda.set_device(INDEX)
             yield
         except CudaError as error:
             if error.is_sticky and self._on_lost is not None:

@@ -151,6 +151,13 @@ class CudaTorch:
             share = (size_bytes + slice_bytes) / total
             torch.cuda.set_per_process_memory_fraction(min(1.0, share), self._index)
 
+    def empty_cache(self) -> None:
+        """Free memory outside of the slice that no tensor uses; blocks until enqueued work has run.
+
+        Torch does not free the segments of the slice's pool, which has an owner.
+        """
+        torch.cuda.empty_cache()
+
     def warm_up(self) -> None:
         """Load libraries and allocate their workspaces, so that no request has to.
 

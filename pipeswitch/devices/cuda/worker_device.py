@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from ...base.errors import RemoteProtocolError, TaskFailed
 from ...ipc.control_page import ring
 from ...ipc.messages.base import OpId
-from ...ipc.messages.worker import WorkerSettings
+from ...ipc.messages.worker import Shapes, WorkerSettings
 from ...programs.interface.layout import TensorSpec
 from ..order_checks import FENCE_BYTES, FENCE_MASK
 from ..worker_device import Pacer, WorkerDevice
@@ -122,12 +122,16 @@ class CudaWorkerDevice(WorkerDevice):
     def can_improve(self, program: BoundProgram) -> bool:
         return bool(getattr(program, "is_capture_wanted", False))
 
-    def improve(self, program: BoundProgram) -> None:
+    def improve(self, program: BoundProgram, *more: Shapes) -> tuple[Shapes, ...]:
         from .graphs import DeviceProgram
 
-        if isinstance(program, DeviceProgram):
-            with self._side.computing(in_slice=False):
-                program.improve()
+        if not isinstance(program, DeviceProgram):
+            return ()
+        with self._side.computing(in_slice=False):
+            return program.improve(*more)
+
+    def trim(self) -> None:
+        self._side.empty_cache()
 
     def drop(self, program: BoundProgram) -> None:
         """Free the graphs of a program whose weights have moved, or that is no longer used."""
@@ -226,28 +230,9 @@ class CudaWorkerDevice(WorkerDevice):
         if isinstance(error, CudaError) and error.is_sticky:
             return True
         try:
-            return not self._has_ended()
+            return not has_ended(self._cuda, self._side.stream)
         except CudaError as problem:
             return problem.is_sticky
-
-    def _has_ended(self) -> bool:
-        """Return True if the enqueued work ends within ``ENDING_S``; blocks at most that long.
-
-        Raises:
-            CudaError: an enqueued operation failed.
-        """
-        ends_at_s = time.monotonic() + ENDING_S
-        event = self._cuda.event()
-        try:
-            self._cuda.record(event, self._side.stream)
-            while not self._cuda.is_done(event):
-                if time.monotonic() > ends_at_s:
-                    return False
-                time.sleep(LOOK_S)
-            return True
-        finally:
-            with contextlib.suppress(CudaError):  # the context is broken
-                self._cuda.destroy_event(event)
 
     def fault(self) -> TaskFailed | None:
         """Return a kernel's failed assertion as the model's error, because a retry fails too.
@@ -255,7 +240,7 @@ class CudaWorkerDevice(WorkerDevice):
         Return None for other errors, which the device may have caused: the task is tried again.
         """
         try:
-            self._has_ended()
+            has_ended(self._cuda, self._side.stream)
         except CudaError as problem:
             if problem.data["code"] == DEVICE_ASSERT:
                 text = "an assertion failed on the device: mostly an index out of its range"
@@ -272,6 +257,26 @@ class CudaWorkerDevice(WorkerDevice):
         self._fences_map.close()
         self.control_page.close()
         self._cuda.close_handle(self._base)
+
+
+def has_ended(cuda: Cuda, stream: int) -> bool:
+    """Return True if a stream's work ends within ``ENDING_S``; blocks at most that long.
+
+    Raises:
+        CudaError: an enqueued operation failed.
+    """
+    ends_at_s = time.monotonic() + ENDING_S
+    event = cuda.event()
+    try:
+        cuda.record(event, stream)
+        while not cuda.is_done(event):
+            if time.monotonic() > ends_at_s:
+                return False
+            time.sleep(LOOK_S)
+        return True
+    finally:
+        with contextlib.suppress(CudaError):  # the context is broken
+            cuda.destroy_event(event)
 
 
 class RunEvents:

@@ -52,6 +52,10 @@ class BindTenant(Message, frozen=True):
     is_code: bool
 
 
+Shapes = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+"""Dtype and shape of each input; address and strides of an input that is used where it is."""
+
+
 class PrepareModel(Message, frozen=True):
     """controller -> worker (standby): load a program's structure ahead of its first request.
 
@@ -66,6 +70,9 @@ class PrepareModel(Message, frozen=True):
     plan: tuple[int, ...] = ()  # first layer of each group; empty: the groups it was built with
     staging: tuple[int, ...] = ()  # offsets of a streamed model's groups in the region
     is_code: bool = False  # the operator's own module, which runs outside of the sandbox
+    # To capture CUDA graphs of these inputs (ADR 13), unless the turn is higher than ``op_id``.
+    shapes: Shapes = ()
+    op_id: OpId = OpId(0)
 
 
 class ModelPrepared(Message, frozen=True):
@@ -146,6 +153,8 @@ class WorkerClean(Message, frozen=True):
     """worker -> controller: the worker no longer has references to the task's memory."""
 
     op_id: OpId
+    model: ModelName = ModelName("")
+    captured: tuple[Shapes, ...] = ()  # runs of ``model`` that are CUDA graphs from now on
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from ...ipc.messages.base import ModelName, Slot
-from ...ipc.messages.worker import ForgetModel, ModelPrepared, PrepareModel
+from ...ipc.messages.worker import ForgetModel, ModelPrepared, PrepareModel, Shapes, WorkerClean
 from ..state.core import MEASURED, QUEUE, TURN, WORKERS
 from ..state.device_state import DeviceState
 from ..state.events import LogWarning, Spawn
-from ..state.records import Worker
+from ..state.records import NO_OP_ID, Worker
 from ..state.states import WORKER_FREE, WORKER_LEAVES, ModelState, WorkerEvent, WorkerState
 from ..training.training import MAX_IN_PLACE
 
 MIN_TO_KEEP_ONE_UNBOUND = 3  # with fewer workers, two alternating tenants would lose theirs
+MOST_GRAPHS = 32  # models and shapes whose graphs a worker captures after another one
 MAX_DOUBLINGS = 3  # doublings of the restart delay: 8 s with the default of 1 s
 
 
@@ -99,10 +100,14 @@ class WorkerPool:
         if core.settings.prepares:
             self._prepare_idle()
         self._keep_one_unbound()
+        has_job, lacks_graphs = False, False
         for worker in device.workers.values() if core.settings.prepares else ():
             if worker.job is None and worker.complete_at != core.model_changes:
                 return WORKERS | QUEUE | TURN | MEASURED
-        return WORKERS | QUEUE | TURN if core.settings.separates_tenants else WORKERS
+            has_job |= worker.job is not None
+            lacks_graphs |= not all(worker.graphs.values())
+        may_soon = core.settings.separates_tenants or (lacks_graphs and not has_job)
+        return WORKERS | QUEUE | TURN if may_soon else WORKERS
 
     def _wanted_slots(self) -> int:
         """Return the number of slots: 1 active + N standby, plus suspended workers."""
@@ -189,12 +194,13 @@ class WorkerPool:
         for worker in ready:
             if spare <= 0:
                 return
-            if (
-                worker.state.state is not WorkerState.STANDBY
-                or worker.complete_at == core.model_changes
-            ):
-                continue  # nothing is left to load; a check of all models would take long
-            name = self._next_to_prepare(worker)
+            if worker.state.state is not WorkerState.STANDBY:
+                continue
+            name, shapes = None, Shapes()
+            if worker.complete_at != core.model_changes:  # else a check of all models is in vain
+                name = self._next_to_prepare(worker)
+            if name is None and not all(worker.graphs.values()):
+                name, shapes = self._next_to_capture(worker)
             if name is None:
                 continue
             spare -= 1
@@ -213,8 +219,32 @@ class WorkerPool:
                     plan=replica.grouping.plan,
                     staging=replica.staging.offsets if replica.staging else (),
                     is_code=replica.is_code,
+                    shapes=shapes,
+                    op_id=core.next_op_id() if shapes else NO_OP_ID,
                 ),
             )
+
+    def captured(self, worker: Worker, message: WorkerClean) -> None:
+        """Record what a worker has captured; the others capture it when the device is idle."""
+        for shapes in message.captured:
+            for one in self._device.workers.values():
+                if len(one.graphs) < MOST_GRAPHS:
+                    one.graphs.setdefault((message.model, shapes), one is worker)
+        self._core.dirty |= WORKERS
+
+    def _next_to_capture(self, worker: Worker) -> tuple[ModelName | None, Shapes]:
+        """Return graphs of a resident model that the worker has not captured; each only once. The
+        run takes no time from a task or a job: it waits until the device has neither."""
+        device = self._device
+        if not device.owner.is_free or any(one.job for one in device.workers.values()):
+            return None, ()
+        for (name, shapes), is_over in worker.graphs.items():
+            replica = device.replicas.get(name)
+            worker.graphs[name, shapes] = True
+            is_there = replica is not None and replica.is_on_device and not replica.is_being_sent
+            if is_there and not is_over and name in worker.warm:
+                return name, shapes
+        return None, ()
 
     def _next_to_prepare(self, worker: Worker) -> ModelName | None:
         """Return the last used model that the worker can still load; None if there is none."""

@@ -92,8 +92,10 @@ class Device:
             case worker_msg.InferenceFailed() as message:
                 self.completion.failed(worker, message)
                 self.turns.give()
-            case worker_msg.WorkerClean(op_id=op_id):
+            case worker_msg.WorkerClean(op_id=op_id) as message:
                 self._cleaned(worker, op_id)
+                if message.captured:
+                    self.worker_pool.captured(worker, message)
             case worker_msg.Yielded(op_id=op_id):
                 self.turns.stepped_aside(worker, op_id)
                 self.turns.give()

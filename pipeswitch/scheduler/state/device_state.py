@@ -228,6 +228,7 @@ class DeviceState:
         worker.pid = 0
         worker.warm.clear()
         worker.unpreparable.clear()
+        worker.graphs.clear()
         worker.complete_at = -1
         worker.preparing = None
         worker.runs_code = worker.tenant = None

@@ -11,7 +11,7 @@ from ...base.errors import PipeSwitchError
 from ...ipc.messages.base import JobName, ModelName, OpId, Slot, Turn
 from ...ipc.messages.daemon import TransmitEnded
 from ...ipc.messages.run import Run
-from ...ipc.messages.worker import InferenceDone
+from ...ipc.messages.worker import InferenceDone, Shapes
 from ...planning.grouping import Plan
 from ...planning.planned_groups import PlannedGroups
 from ...planning.streaming import StagingLayout
@@ -558,6 +558,8 @@ class Worker:
     unpreparable: set[tuple[ModelName, Version]] = field(default_factory=set)
     complete_at: int = -1  # ``model_changes`` at which it had nothing left to load
     preparing: ModelName | None = None
+    # CUDA graphs that a worker has captured; False: this one shall capture them, too.
+    graphs: dict[tuple[ModelName, Shapes], bool] = field(default_factory=dict)
     dispatch_id: OpId = NO_OP_ID
     job: JobName | None = None  # its job, from the dispatch until the process is reaped
     retired_at_ms: float = 0.0

@@ -102,6 +102,9 @@ class HostTorch(CudaTorch):
     def cap_private(self, size_bytes: int) -> None:
         pass
 
+    def empty_cache(self) -> None:
+        self._world.reach("empty-cache")
+
     def warm_up(self) -> None:
         self._world.reach("warm")
 
