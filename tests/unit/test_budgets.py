@@ -20,7 +20,6 @@ from pipeswitch.frontend.intake.request_log import RateLimitedLog, RequestLog
 from pipeswitch.frontend.requests import Requests
 from pipeswitch.frontend.transport.clients import Session
 from pipeswitch.ipc.messages import worker as worker_msg
-from pipeswitch.ipc.messages.daemon import TransmitEnded
 from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.events import Reply
 from pipeswitch.wire.frames import RequestHeader
@@ -62,17 +61,8 @@ class Counted(Rig):
         )
         for name in ("a", *(f"m{index}" for index in range(models - 1))):
             self.register(name)
-        self.prepare()
+        self.prepared()
         self.make_resident("a")
-
-    def prepare(self) -> None:
-        while busy := [one for one in self.state.workers.values() if one.preparing]:
-            for one in busy:
-                replica = self.state.replicas[one.preparing]
-                message = worker_msg.ModelPrepared(
-                    model=replica.name, digest=replica.built.digest, plan=replica.grouping.plan
-                )
-                self.worker(one.slot, message)
 
     def handle(self, event: ev.Event, at_ms: float | None = None) -> None:
         if not self.is_counting:
@@ -121,18 +111,7 @@ class Counted(Rig):
             parked_at_ms=1.0,
         )
         self.worker(job.slot, parked)
-        op_id = self.state.replicas[name].residency_id
-        self.daemon(
-            TransmitEnded(
-                model=name,
-                op_id=op_id,
-                is_complete=True,
-                group_count=2,
-                copied_bytes=1,
-                started_at_ms=0.0,
-                ended_at_ms=1.0,
-            )
-        )
+        self.arrived(name)
         self.computed()
 
 
@@ -154,7 +133,7 @@ def test_a_cold_request_that_preempts_a_job_touches_what_it_needs() -> None:
     job = rig.start_training()
     rig.switch("m6", job)  # while the job is suspended, the server needs one more worker
     rig.worker(3, worker_msg.WorkerReady(slot=3, pid=13))
-    rig.prepare()
+    rig.prepared()
     with rig.counted() as spent:
         rig.switch("m7", job)
     assert job.state.state.value == "running"

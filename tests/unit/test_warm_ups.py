@@ -93,7 +93,7 @@ def test_requests_make_no_more_calls_when_all_is_captured() -> None:
     for slot in (None, 0):
         if slot is not None:
             rig.worker(slot, WorkerClean(op_id=0, model="a", captured=(SHAPES,)))  # type: ignore[arg-type]
-            rig.prepare()
+            rig.prepared()
         with rig.counted() as calls:
             rig.infer("a")
             rig.computed()
