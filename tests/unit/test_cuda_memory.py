@@ -407,18 +407,6 @@ def test_a_slice_is_copied_to_its_image_and_back(monkeypatch: pytest.MonkeyPatch
     rig.close()
 
 
-def test_reading_more_than_both_staging_buffers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_memory, "BOUNCE_BYTES", 1000)
-    rig = Rig()
-    data = random.Random(5).randbytes(10_001)
-    rig.fill_store(0, data)
-    rig.run(order(1, [10_001]))
-    into = bytearray(10_001)
-    rig.memory.read_slice(MIB, [ByteRange(offset_bytes=0, size_bytes=10_001)], memoryview(into))
-    assert bytes(into) == data
-    rig.close()
-
-
 def commit_order(number: int, size: int) -> CommitCopy:
     return CommitCopy(
         job=JOB,

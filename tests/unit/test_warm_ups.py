@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeswitch.ipc.messages.worker import JobEnded, PrepareModel, WorkerClean
+from pipeswitch.ipc.messages.worker import JobEnded, WorkerClean
 from pipeswitch.scheduler.state import events as ev
 from pipeswitch.workers.inference.task import Programs
 from tests.unit.test_budgets import Counted
@@ -31,12 +31,8 @@ class WarmRig(Rig):
 
     def _take(self, commands: list[ev.Command]) -> None:
         super()._take(commands)
-        sent: list[Any] = [one for one in commands if isinstance(one, ev.Send)]
-        self.slots += [
-            one.target.slot
-            for one in sent
-            if isinstance(one.message, PrepareModel) and one.message.shapes
-        ]
+        sent = [one for one in commands if isinstance(one, ev.Send)]
+        self.slots += [one.target.slot for one in sent if getattr(one.message, "shapes", ())]
 
     def captured(self, slot: int = 0) -> None:
         self.worker(slot, WorkerClean(op_id=0, model="a", captured=(SHAPES,)))  # type: ignore[arg-type]
@@ -90,10 +86,9 @@ def test_only_so_many_graphs_are_known() -> None:
 
 def test_requests_make_no_more_calls_when_all_is_captured() -> None:
     rig, spent = Counted(), []
-    for slot in (None, 0):
-        if slot is not None:
-            rig.worker(slot, WorkerClean(op_id=0, model="a", captured=(SHAPES,)))  # type: ignore[arg-type]
-            rig.prepared()
+    for captured in ((), (SHAPES,)):
+        rig.worker(0, WorkerClean(op_id=0, model="a", captured=captured))  # type: ignore[arg-type]
+        rig.prepared()
         with rig.counted() as calls:
             rig.infer("a")
             rig.computed()
