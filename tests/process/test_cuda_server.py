@@ -21,15 +21,7 @@ import torch
 from pipeswitch.base.errors import InvalidInput, TaskFailed
 from pipeswitch.client.client import FINAL_JOB_STATES
 
-TESTS = Path(__file__).resolve().parents[1]
 ON_CUDA = ("cuda:0",)
-FAKE_GPU = {
-    "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS / "fakes")]),  # this checkout
-    "PIPESWITCH_CUDA_BINDINGS": "fake_cuda",
-    "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
-    "PIPESWITCH_SCHEDULER__COMMIT_EVERY": "50ms",
-}
-
 STREAM = "WAITS=gpu WORDS=write ACTIVATIONS=private GRAPHS=on HOLDS=stream"
 MARKED = """
     from pipeswitch.devices.cuda import stream_gate
@@ -61,17 +53,13 @@ STEPS = """
 @pytest.fixture(scope="module")
 def first_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return the environment of a fake machine with its own temporary folder for GPU locks."""
-    return machine_in(tmp_path_factory.mktemp("first"))
+    return tools.fake_gpu(tmp_path_factory.mktemp("first"))
 
 
 @pytest.fixture
 def own_gpu(tmp_path: Path) -> dict[str, str]:
     """Return the environment of another machine, for a test that starts its own server."""
-    return machine_in(tmp_path)
-
-
-def machine_in(folder: Path) -> dict[str, str]:
-    return FAKE_GPU | {"TMPDIR": str(folder), "CUDA_FAKE_LEDGER": str(folder / "allocated")}
+    return tools.fake_gpu(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -329,7 +317,7 @@ def serve(tmp_path: Path, *args: str, **environment: str) -> subprocess.Complete
 def test_serve_without_a_gpu_fails_with_a_sentence_that_helps(
     tmp_path: Path, form: str, sentence: str
 ) -> None:
-    done = serve(tmp_path, "--device", "cuda:0", **FAKE_GPU, CUDA_FAKE=form)
+    done = serve(tmp_path, "--device", "cuda:0", **tools.fake_gpu(tmp_path), CUDA_FAKE=form)
     assert done.returncode == 2
     assert sentence in done.stderr
     assert "--device cpu" in done.stderr
@@ -338,7 +326,7 @@ def test_serve_without_a_gpu_fails_with_a_sentence_that_helps(
 
 
 def test_serve_names_the_devices_there_are(tmp_path: Path) -> None:
-    done = serve(tmp_path, "--device", "cuda:7", **FAKE_GPU)
+    done = serve(tmp_path, "--device", "cuda:7", **tools.fake_gpu(tmp_path))
     assert done.returncode == 2
     assert "there is no cuda:7, only cuda:0" in done.stderr
 
@@ -350,8 +338,8 @@ def test_the_real_bindings_say_the_same(tmp_path: Path) -> None:
     assert "no NVIDIA driver" in done.stderr
 
 
-def test_auto_takes_the_cpu_and_says_why_not_cuda() -> None:
-    environment = FAKE_GPU | {"CUDA_FAKE": "no-device"}
+def test_auto_takes_the_cpu_and_says_why_not_cuda(own_gpu: dict[str, str]) -> None:
+    environment = own_gpu | {"CUDA_FAKE": "no-device"}
     with tools.checked_server(devices=("auto",), environment=environment) as checked:
         line = checked.running.ready_line
         assert "device cpu," in line

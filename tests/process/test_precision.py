@@ -342,11 +342,8 @@ def test_a_program_that_was_packed_elsewhere_is_built_again_before_it_serves(
 
 
 def test_a_program_is_built_again_when_the_kind_of_its_device_changes(tmp_path: Path) -> None:
-    state, tests = tmp_path / "state", Path(__file__).resolve().parents[1]
-    paths = os.pathsep.join([str(tests.parent), str(tests / "fakes")])
-    gpu = {"PYTHONPATH": paths, "PIPESWITCH_CUDA_BINDINGS": "fake_cuda", "TMPDIR": str(tmp_path)}
-    gpu["CUDA_FAKE_LEDGER"] = str(tmp_path / "allocated")
-    machines = (("cpu", {}), ("cuda:0", gpu), ("cpu", {}))
+    state = tmp_path / "state"
+    machines = (("cpu", {}), ("cuda:0", tools.fake_gpu(tmp_path)), ("cpu", {}))
     answers: list[bytes] = []
     for device, environment in machines:
         with tools.checked_server(

@@ -44,6 +44,18 @@ ENVIRONMENT = {
 }
 """Settings of a server that commits every 50 ms, and restarts dead workers after 20 ms."""
 
+
+def fake_gpu(folder: Path) -> dict[str, str]:
+    """Return the environment of a fake machine with its own folder for GPU locks."""
+    tests = Path(__file__).resolve().parents[1]
+    return ENVIRONMENT | {
+        "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests / "fakes")]),  # this checkout
+        "PIPESWITCH_CUDA_BINDINGS": "fake_cuda",
+        "TMPDIR": str(folder),
+        "CUDA_FAKE_LEDGER": str(folder / "allocated"),
+    }
+
+
 COMMAND = [sys.executable, "-P", "-c", "from pipeswitch.cli.main import main; main()"]
 
 T = TypeVar("T")

@@ -77,7 +77,7 @@ class KVBatchCache:
         self.model = ""
         self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._rows = torch.empty(0, 0, 0)
-        self._known: list[Known | None] = []  # contents of each row of ``_rows``
+        self.known: list[Known | None] = []  # contents of each row of ``_rows``
 
     def place(
         self,
@@ -102,22 +102,18 @@ class KVBatchCache:
         if is_other or not does_fit:
             self._make_room(dtype, width, count, min(aligned(extent * 3 // 2, step), most))
             self.model = model
-        lie = {one: row for row, one in enumerate(self._known[:count]) if one is not None}
+        lie = {one: row for row, one in enumerate(self.known[:count]) if one is not None}
         free = sorted({*range(count)} - {lie[one] for one in known if one in lie})
         order = []
         for value, one in zip(slabs, known, strict=True):
             row = lie.get(one)
             if row is None:
                 row = free.pop(0)
-                self._fill(row, value, pool)
+                pool.gather(value, self._rows[row])  # blocks, on a GPU from pinned memory
+                self._rows[row, -1, -1].item()  # else its compute stream could overtake the zeros
             order.append(row)
-        self._known[:count] = [None] * count  # ``keep`` sets it again if the run succeeds
+        self.known[:count] = [None] * count  # set again if the run succeeds
         return order, self._rows[:count, :extent]
-
-    def _fill(self, row: int, value: SlabTensor, pool: MappedPool) -> None:
-        """Copy a cache's blocks, on a GPU from pinned memory, and block until they are there."""
-        pool.gather(value, self._rows[row])
-        self._rows[row, -1, -1].item()  # else a GPU's compute stream could overtake the zeros
 
     def _make_room(self, dtype: torch.dtype, width: int, count: int, extent: int) -> None:
         """Allocate, in old pages if possible: a copy to fresh pages takes five times as long."""
@@ -127,10 +123,7 @@ class KVBatchCache:
             self.let_go()  # else old and new memory would exist at once
             self._memory = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
         self._rows = self._memory[:size_bytes].view(dtype).view(shape)
-        self._known = [None] * count
-
-    def keep(self, row: int, known: Known) -> None:
-        self._known[row] = known
+        self.known = [None] * count
 
 
 class DecodeRunner:
@@ -345,7 +338,7 @@ class DecodeRun:
             return
         for one, row in zip(self._runs, self._order, strict=True):
             if one.cache:
-                self._caches.keep(row, (one.cache, op_id, self._first[row] + self.count))
+                self._caches.known[row] = one.cache, op_id, self._first[row] + self.count
 
     def _named(self, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         pairs = zip(self._bound.manifest.outputs, outputs, strict=True)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from process_tools import Checked, checked_server, kill, start_endless_job, until
+from process_tools import Checked, checked_server, fake_gpu, kill, start_endless_job, until
 
 from pipeswitch.base.errors import DeadlineExceeded, InvalidInput, PipeSwitchError
 from pipeswitch.cli.main import main
@@ -57,9 +57,13 @@ def tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=trained("bytes"))
 
 
-@pytest.fixture(scope="module")
-def running(model: Any, tokenizer: Any) -> Iterator[Checked]:
-    with checked_server(arena="64MiB", host_store="256MiB", http=True) as checked:
+@pytest.fixture(scope="module", params=["cpu", "cuda:0"])
+def running(
+    model: Any, tokenizer: Any, request: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Checked]:
+    sizes = {"arena": "64MiB", "host_store": "256MiB", "http": True}
+    gpu = {} if request.param == "cpu" else fake_gpu(tmp_path_factory.mktemp("gpu"))
+    with checked_server(**sizes, devices=(request.param,), environment=gpu) as checked:
         checked.client.register(
             "chat", model, generate=True, tokenizer=tokenizer, precision="exact"
         )

@@ -213,7 +213,7 @@ def test_runs_of_any_caches_in_any_order_answer_each_as_alone(seed: int, device:
             for n in chosen
         ]
         caches = worker.stepping.caches
-        hits += sum((n, lives[n][1], len(lives[n][0]) - 1) in caches._known for n in chosen)
+        hits += sum((n, lives[n][1], len(lives[n][0]) - 1) in caches.known for n in chosen)
         for n, (tokens, rows) in zip(chosen, worker.told(requests), strict=True):
             before, _, how = lives[n]
             assert tokens == worker.alone(before, len(tokens), **how)
@@ -246,27 +246,11 @@ def test_a_gpu_chooses_the_token_that_the_host_would_choose(seed: int, kind: Any
             assert [own for own, _ in worker.told(requests)] == tokens
 
 
-def test_only_logits_that_the_host_needs_leave_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, copied = Worker(device="cpu:0"), list[int]()
-    to_host = torch.Tensor.cpu
-
-    def record(value: torch.Tensor) -> torch.Tensor:
-        copied.append(value.numel())
-        return to_host(value)
-
-    monkeypatch.setattr(torch.Tensor, "cpu", record)
-    plain = [worker.asked([1, 2, 3], 4), worker.asked([5, 6], 4)]
-    worker.told(plain)
-    worker.told([*plain, worker.asked([7], 1, length=1, is_piece=True)])
-    assert not copied
-    worker.told([*plain, worker.asked([7], 4, temperature=1.0)])
-    assert copied == [VOCABULARY] * 4
-
-
 def test_a_step_is_one_replay_that_copies_no_cache_whatever_fails_in_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    worker, copied, calls, fails = Worker(device="cpu:0"), list[int](), list[int](), set[int]()
+    worker, fails = Worker(device="cpu:0"), set[int]()
+    copied, calls, to_host = list[int](), list[int](), list[int]()
     requests = [worker.asked([1, 2, 3], 9), worker.asked([5, 6], 9, temperature=1.0)]
     expected = [worker.alone([1, 2, 3], 9), worker.alone([5, 6], 9, temperature=1.0)]
     worker.told(requests)  # eager, with one step
@@ -294,9 +278,11 @@ def test_a_step_is_one_replay_that_copies_no_cache_whatever_fails_in_it(
         assert [list(one) for one in run.tokens()] == expected
     calls.clear()
     monkeypatch.setattr(torch.Tensor, "copy_", record)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda one: to_host.append(one.numel()) or one)
     run.run(inputs, lambda _: None)
     assert (len(calls), [list(one) for one in run.tokens()]) == (9, expected)
     assert run._cache.data_ptr() not in copied
+    assert to_host == [VOCABULARY] * 9, "only the sampled row is needed on the host"
     assert worker.pool.target == run._cache.data_ptr()
 
 
