@@ -160,18 +160,12 @@ class AnswerStream:
         ids, facts, put = array("i", self._prompt), self._facts, self._replies.put_nowait
         ending = ending_of(facts, ids, self._begin.ending)
         sampling = fitted(self._begin.sampling, facts, len(ids), ending)
-        message = GenerateRequest(ids, sampling, ending, put)
-        request = asyncio.ensure_future(
-            self._answers.service.request(
-                self._caller,
-                "generate",
-                self.model,
-                str(self.version),
-                message.options,
-                self._head.headers,
-                self._head.peer,
-            )
+        options, version = GenerateRequest(ids, sampling, ending, put).options, str(self.version)
+        caller, head = self._caller, self._head
+        work = self._answers.service.request(
+            caller, "generate", self.model, version, options, head.headers, head.peer
         )
+        request = asyncio.ensure_future(work)
         request.add_done_callback(lambda _: put(None))
         return request
 

@@ -329,10 +329,25 @@ class Completions:
         task.add_done_callback(self._closing.discard)
 
 
+def openai_body(error: PipeSwitchError) -> dict[str, Any]:
+    """Return an error in OpenAI's form."""
+    name, status = type(error).__name__, status_of(error).http
+    kind = "rate_limit_error" if status == 429 else "invalid_request_error"
+    content = {
+        "message": str(error),
+        "type": "server_error" if status >= 500 else kind,
+        "param": error.data.get("param"),
+        "code": error.data.get("code") or CODES.get(name, name),
+        **limit_of(error),
+    }
+    return {"error": content}
+
+
 class _OpenAi:
     """Wire format of chats and completions."""
 
     end = b"data: [DONE]\n\n"
+    failed = staticmethod(openai_body)
 
     choices: ParallelAnswers
 
@@ -376,12 +391,8 @@ class _OpenAi:
         part_body: dict[str, Any] = {"content": text} if token else {}
         if self._readers:
             part_body = self._readers[index].push(text, is_last=not token)
-        if (
-            (part_body if self._readers else text)
-            or self._has_ids
-            or self._has_logprobs
-            or not token
-        ):
+        has_part = bool(part_body if self._readers else text)
+        if has_part or self._has_ids or self._has_logprobs or not token:
             role = {"role": "assistant"} if is_first else {}
             self._began.add(index)
             delta = {**role, **part_body}
@@ -392,9 +403,6 @@ class _OpenAi:
         """Yield the chunks that follow the end of the last choice."""
         if self._tells_usage:
             yield self._told(".chunk", [], self._usage())
-
-    def failed(self, error: PipeSwitchError) -> dict[str, Any]:
-        return openai_body(error)
 
     def _echo_of(self, index: int) -> str:
         """Return the text of a choice's prompt; if it came as ids, its tokens' joined texts."""
@@ -442,6 +450,7 @@ class _Triton:
     """Wire format of ``generate``."""
 
     end = b""
+    failed = staticmethod(body_of)
 
     def __init__(self, answering: AnswerStream) -> None:
         self._answering = answering
@@ -455,9 +464,6 @@ class _Triton:
 
     def last(self) -> Iterable[dict[str, Any]]:
         return []
-
-    def failed(self, error: PipeSwitchError) -> dict[str, Any]:
-        return body_of(error)
 
 
 class _Events:
@@ -485,20 +491,6 @@ async def _pieces(choices: ParallelAnswers, form: _OpenAi | _Triton) -> AsyncIte
 
 def _event(value: dict[str, Any]) -> bytes:
     return b"data: %s\n\n" % encode_json(value)
-
-
-def openai_body(error: PipeSwitchError) -> dict[str, Any]:
-    """Return an error in OpenAI's form."""
-    name, status = type(error).__name__, status_of(error).http
-    kind = "rate_limit_error" if status == 429 else "invalid_request_error"
-    content = {
-        "message": str(error),
-        "type": "server_error" if status >= 500 else kind,
-        "param": error.data.get("param"),
-        "code": error.data.get("code") or CODES.get(name, name),
-        **limit_of(error),
-    }
-    return {"error": content}
 
 
 def refused(error: PipeSwitchError) -> Response:

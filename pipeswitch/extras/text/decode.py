@@ -159,9 +159,7 @@ class DecodeRunner:
         if device != self.caches.device:
             self.caches.device = device
             self.caches.let_go()
-        steps = DecodeRun(bound, runs, most, self.caches, pool, is_over)
-        steps.follow_schemas(self.tokenizers)
-        return steps
+        return DecodeRun(bound, runs, most, self, pool, is_over)
 
     def _most(self, message: RunInference, bound: BoundProgram) -> int:
         """Return the maximum number of steps of a run; 0: one step whose cache is not kept.
@@ -204,11 +202,12 @@ class DecodeRun:
         bound: BoundProgram,
         runs: Sequence[Run],
         most: int,
-        caches: KVBatchCache,
+        runner: DecodeRunner,
         pool: MappedPool,
         is_over: Callable[[], bool],
     ) -> None:
-        self._bound, self.most, self._caches = bound, most, caches
+        self._bound, self.most = bound, most
+        self._caches, self._tokenizers = runner.caches, runner.tokenizers
         self._device_program = bound if isinstance(bound, DeviceProgram) else None
         self._pool, self._is_over = pool, is_over
         self._runs, self._order = runs, [*range(len(runs))]  # the row of each run
@@ -222,20 +221,20 @@ class DecodeRun:
         ]
         self._chances: list[list[Chance]] = [[] for _ in runs]
         self.matchers: dict[int, Matcher] = {}  # index of a request -> its matcher
+        self._follow_schemas()
 
     @property
     def count(self) -> int:
         return len(self._tokens)
 
-    def follow_schemas(self, tokenizers: Tokenizers) -> None:
-        self._tokenizers = tokenizers
+    def _follow_schemas(self) -> None:
         manifest = self._bound.manifest
         for number, one in enumerate(self._runs):
             how = one.sampling_params
             if how is not None and how.options is not None and how.schema and not how.is_piece:
                 facts = manifest.extra["generation"]
                 place = manifest.digest, facts["vocabulary"], ends_of(facts["eos_ids"], how.stop)
-                self.matchers[number] = tokenizers.matcher(*place, how.schema, how.answer)
+                self.matchers[number] = self._tokenizers.matcher(*place, how.schema, how.answer)
 
     def inputs(self) -> list[torch.Tensor]:
         manifest, pool = self._bound.manifest, self._pool
@@ -264,7 +263,7 @@ class DecodeRun:
         named = {spec.name: value for spec, value in zip(specs, inputs, strict=True)}
         if self._tokens:  # an earlier try chose them before it ran out of memory
             self._chances = [[] for _ in self._runs]
-            self.follow_schemas(self._tokenizers)
+            self._follow_schemas()
         counts, used = named[COUNT], named[USED]
         if self.most:
             self._cache = named[CACHE]

@@ -280,12 +280,9 @@ def unknown_fields(rows: Any, known: Mapping[str, Any]) -> dict[str, list[Any]]:
         for name, value in row.items():
             if name not in known and value not in (None, False, "", [], {}):
                 odd[name].append(row)
-            for inner, owners in (
-                unknown_fields(value or [], known.get(name) or {}).items()
-                if known.get(name)
-                else ()
-            ):
-                odd[inner] += owners
+            if inner := known.get(name):
+                for field, owners in unknown_fields(value or [], inner).items():
+                    odd[field] += owners
     return odd
 
 
