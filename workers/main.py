@@ -143,6 +143,8 @@ class WorkerProcess:
                 received = self._task.receive()
             except BlockingIOError:
                 self._freed.give_back(time.monotonic())
+                if not self._limits.separates_tenants:  # else perhaps no memory is mapped yet
+                    self._view.trim()
                 continue
             if received is None:
                 os._exit(0)  # the controller is gone, so nobody needs a clean exit
@@ -250,7 +252,7 @@ class WorkerProcess:
 
             torch.autograd.set_multithreading_enabled(False)
             self._gate.holds = Pacer.current.holds
-            self._gate.before_leave = Pacer.current.leave
+            self._gate.before_leave, self._gate.on_enter = Pacer.current.leave, Pacer.current.enter
 
     # -- termination thread --------------------------------------------------------------------
 

@@ -182,14 +182,10 @@ class DeviceMemory:
         """Copy the groups; return an incomplete report after an error or a cancel."""
         raise NotImplementedError
 
-    def _prepare(self) -> None:
-        """Prepare the copy thread; called on it before the first order."""
-
     def _tidy(self) -> None:
         """Clean up after a transmission's report; called on the copy thread."""
 
     def _copy_all(self) -> None:
-        self._prepare()
         while (job := self._orders.get()) is not None:
             ended = self._perform(job)
             del self._live[job.order.op_id]

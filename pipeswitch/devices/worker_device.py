@@ -69,6 +69,9 @@ class Pacer:
     def mark(self) -> None:
         """Make the device stop here if it is held; called before and after an optimizer's step."""
 
+    def enter(self) -> None:
+        """Record that the script may enqueue work again."""
+
     def leave(self, where: Where) -> None:
         """Mark the end of the queue; called when the script leaves the device."""
 
@@ -283,7 +286,7 @@ class WorkerDevice(SliceAccess):
         return ()
 
     def trim(self) -> None:
-        """Free the memory that this process keeps and does not use (blocks)."""
+        """Free the memory that this process keeps and does not use, if others may need it."""
 
     def drop(self, program: BoundProgram) -> None:
         """Drop a program that will not run again."""

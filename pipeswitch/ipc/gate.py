@@ -98,6 +98,7 @@ class Gate:
         is_pending: false if the main thread may continue; the hot path tests only this.
         holds: true if ``on_parked`` can stop the device in enqueued work (``StreamGate``).
         before_leave: called by the main thread without the lock when it leaves the device.
+        on_enter: called by the main thread with the lock when it may compute again.
         in_optimizer_step: set by the main thread around ``optimizer.step()``; while set, no
             check parks or raises.
         before_unwind: called once, by the main thread without the lock, before the first
@@ -115,6 +116,7 @@ class Gate:
         self.is_pending = True  # the first check must take the device
         self.holds = False
         self.before_leave: Callable[[Where], None] = lambda _: None
+        self.on_enter: Callable[[], None] = _nothing
         self.in_optimizer_step = False
         self.before_unwind: Callable[[], None] | None = None
         self.finishes_step: Callable[[], bool] = lambda: False
@@ -366,6 +368,7 @@ class Gate:
             self._state = GateState.STOPPED  # it unwinds now, so no grant may set it to RUNNING
         elif self._state is GateState.AWAY and (not self.is_evicting or self._may_finish):
             self._state = GateState.RUNNING
+        self.on_enter()
         self._is_finishing = self._state is GateState.RUNNING and self._may_finish
         self._refresh()
 

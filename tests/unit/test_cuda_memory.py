@@ -82,12 +82,11 @@ class Rig:
         return self.world.bytes_at(self.memory._base + start, size)
 
     def fences(self, count: int = FENCE_COUNT) -> list[int]:
-        raw = self.arena(0, 4 * count)
-        return [int.from_bytes(raw[i : i + 4], "little") for i in range(0, len(raw), 4)]
+        return memoryview(self.arena(0, 4 * count)).cast("I").tolist()
 
     def host_words(self) -> list[int]:
         raw = os.pread(self.memory.export_descriptors()[0], 4 * FENCE_COUNT, 0)
-        return [int.from_bytes(raw[i : i + 4], "little") for i in range(0, len(raw), 4)]
+        return memoryview(raw).cast("I").tolist()
 
     def fill_store(self, offset: int, data: bytes) -> None:
         self.memory.store_view(offset, len(data))[:] = data

@@ -363,6 +363,14 @@ def test_a_jobs_tensor_has_a_storage_of_its_own_in_the_arena(storage: torch.Unty
     assert part.device == memory.device
 
 
+def test_an_idle_workers_cache_is_emptied_only_if_memory_is_short(rig: Rig) -> None:
+    rig.world.broken["empty-cache"] = "it is empty"
+    rig.view.trim()
+    rig.world.device_bytes = MIB
+    with pytest.raises(RuntimeError):
+        rig.view.trim()
+
+
 def test_a_pool_that_cannot_be_pinned_still_serves(rig: Rig) -> None:
     rig.world.fail("cudaHostRegister", "cudaErrorNotPermitted")
     rig.view.pin(rig.block, 4096)

@@ -141,6 +141,7 @@ def test_a_turn_is_given_up_where_it_is_asked_for(
 def test_one_that_was_away_says_once_that_it_is_back_or_that_others_go_first(box: Recorder) -> None:
     gate, calls, is_told = running(box), list[tuple[int, bool]](), threading.Semaphore(0)
     gate.on_back = lambda *arguments: (calls.append(arguments), is_told.release())
+    gate.on_enter = lambda: calls.append((0, True))
     gate.pause(0.0)  # has no effect while the script computes
     gate.leave("copies")
     gate.pause(0.0)
@@ -154,10 +155,12 @@ def test_one_that_was_away_says_once_that_it_is_back_or_that_others_go_first(box
     assert main.join() is None
     gate.check()
     gate.leave("copies")
+    gate.enter()
+    gate.leave("copies")
     gate.request_stop(3, 4)
     assert not gate.allows_copies  # a request computes
     assert box.parked == [(1, 2, "copies"), (3, 4, "copies")]
-    assert calls == [(1, True), (1, False)]
+    assert calls == [(1, True), (1, False), (0, True), (0, True)], "it entered twice"
 
 
 def test_a_held_thread_waits_at_its_next_check_and_then_its_slice_can_be_hidden(

@@ -1077,6 +1077,12 @@ def test_a_commit_area_that_does_not_fit_is_refused_and_leaves_the_books_right(r
     assert rig.scheduler.machine.store.regions.free_bytes == rig.core.settings.store_bytes
 
 
+def test_the_slots_of_a_commit_area_share_no_page_because_each_is_pinned(rig: Rig) -> None:
+    job = rig.train("cifar")
+    rig.worker(job.slot, LeaseRequest(op_id=job.op_id, slice_bytes=MIB, state_bytes=5001))
+    assert [one.slot_bytes for one in rig.commands(ev.CreateCommits)] == [8192]
+
+
 def test_what_a_job_offloads_counts_in_the_host_store_while_its_process_lives(rig: Rig) -> None:
     job, store = rig.start_training(), rig.scheduler.machine.store.regions
     free = store.free_bytes

@@ -61,9 +61,8 @@ def test_neither_a_task_nor_a_job_loses_time_to_a_capture() -> None:
     rig.captured()
     rig.tick(rig.now_ms + 1e6)
     assert rig.slots == []
-    slot = job.slot
-    rig.worker(slot, JobEnded(op_id=job.op_id, outcome="done", step=1))
-    rig.worker_restarts(slot, 0)
+    rig.worker(job.slot, JobEnded(op_id=job.op_id, outcome="done", step=1))
+    rig.worker_restarts(0, 0)
     assert rig.slots != []
 
 
@@ -77,10 +76,8 @@ def test_an_evicted_models_graphs_are_not_captured() -> None:
 
 
 def test_only_so_many_graphs_are_known() -> None:
-    rig = WarmRig()
-    for size in range(200):
-        shapes = (("float32", (size, 1), ()),)
-        rig.worker(0, WorkerClean(op_id=0, model="a", captured=(shapes,)))  # type: ignore[arg-type]
+    rig, many = WarmRig(), tuple((("float32", (size, 1), ()),) for size in range(200))
+    rig.worker(0, WorkerClean(op_id=0, model="a", captured=many))  # type: ignore[arg-type]
     assert {len(one.graphs) for one in rig.state.workers.values()} == {32}
 
 

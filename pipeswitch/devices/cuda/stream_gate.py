@@ -45,7 +45,11 @@ class RunAhead(Pacer):
     def look(self) -> None:
         """Record an event every ``LOOKS_PER_GROUP`` calls; wait for the event two groups before."""
         self._looks += 1
-        if self._looks % LOOKS_PER_GROUP == 0 and (stream := self._current_stream()) is not None:
+        if self._looks % LOOKS_PER_GROUP == 0:
+            self._on_group()
+
+    def _on_group(self) -> None:
+        if (stream := self._current_stream()) is not None:
             self._end_group(stream)
 
     def _end_group(self, stream: int) -> None:
@@ -90,19 +94,15 @@ class StreamGate(RunAhead):
         self._run, self._reached = (page + WORD_BYTES * (word + slot) for word in (RUN, MARKS))
         self._stream: int | None = None  # the stream that reports its progress
         self._marked = 0
-        self._is_away = True  # the script has enqueued nothing since the last mark
+        self._is_away = True  # the script enqueues nothing behind the last mark
         self._is_over = False
 
-    def look(self) -> None:
-        """Mark the stream every ``LOOKS_PER_GROUP`` calls."""
+    def enter(self) -> None:
         self._is_away = False
-        self._looks += 1
-        if self._looks % LOOKS_PER_GROUP == 0:
-            self.mark()
 
     def mark(self) -> None:
         """Mark the script's current stream, unless it captures."""
-        stream, self._is_away = self._current_stream(), False
+        stream = self._current_stream()
         if stream is None:
             return
         if self._stream is None:
@@ -114,6 +114,8 @@ class StreamGate(RunAhead):
         self._cuda.write_value(stream, self._reached, mark)
         self._cuda.wait_value(stream, self._run, 1)
         self._cuda.write_value(stream, self._reached + WORD_BYTES // 2, mark)
+
+    _on_group = mark
 
     def leave(self, where: Where) -> None:
         """Mark the stream, so that a held queue ends with a wait; at the end of a step, wait until

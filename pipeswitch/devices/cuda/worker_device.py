@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 ENDING_S: Final = 5.0  # limit for queued work to end; it hangs on a fence that is never set
 LOOK_S: Final = 0.001
+SHORT_BYTES: Final = 2 << 30  # then idle workers empty their caches: each may fill the device
 
 
 class CudaWorkerDevice(WorkerDevice):
@@ -125,13 +126,12 @@ class CudaWorkerDevice(WorkerDevice):
     def improve(self, program: BoundProgram, *more: Shapes) -> tuple[Shapes, ...]:
         from .graphs import DeviceProgram
 
-        if not isinstance(program, DeviceProgram):
-            return ()
         with self._side.computing(in_slice=False):
-            return program.improve(*more)
+            return program.improve(*more) if isinstance(program, DeviceProgram) else ()
 
     def trim(self) -> None:
-        self._side.empty_cache()
+        if self._cuda.memory_info()[0] < SHORT_BYTES:
+            self._side.empty_cache()
 
     def drop(self, program: BoundProgram) -> None:
         """Free the graphs of a program whose weights have moved, or that is no longer used."""

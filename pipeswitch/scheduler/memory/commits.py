@@ -15,6 +15,7 @@ from ...ipc.messages.daemon import (
     PersistCommit,
 )
 from ...ipc.messages.worker import CommitStep
+from ...programs.interface.layout import aligned
 from ..state.core import JOBS
 from ..state.device_state import DeviceState
 from ..state.events import CreateCommits, DropCommits, LoadedCommit
@@ -76,6 +77,7 @@ class Commits:
         core, name = self._core, job.spec.name
         if job.memory.commit_slot_bytes >= state_bytes:
             return
+        state_bytes = aligned(state_bytes, HEADER_BYTES)  # slots share no page: each is pinned
         store, owner = self._store.regions, job.commits
         old = store.release(owner) if store.get(owner) is not None else None
         if store.reserve(owner, HEADER_BYTES + 2 * state_bytes) is None:
