@@ -129,6 +129,29 @@ def check_replays(side: CudaTorch, folder: Path) -> None:
         assert not torch.equal(program.run([other], lambda _: None)[0].cpu(), eager)
 
 
+def test_a_step_is_one_graph_that_writes_its_inputs(side: CudaTorch, tmp_path: Path) -> None:
+    bound = bound_resnet(side, tmp_path)
+    program = DeviceProgram(bound, side.device, side.recorder(), GraphBudget(1 << 30))
+    x = torch.randn(2, 3, 64, 64, device=side.device)
+    rows, used = (torch.zeros(2, *more, device=side.device) for more in ((6, 1000), ()))
+    used, each = used.long(), torch.arange(2, device=side.device)
+
+    def then(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        rows[each, used] = outputs[0]
+        used.add_(1)
+        highest, places = outputs[0].max(-1)
+        return [torch.stack([highest.double(), places.double()])]
+
+    for number in range(4):
+        with side.computing(in_slice=False):
+            [best] = program.run([x], lambda _: None, then)
+            assert best[1].tolist() == rows[:, number].argmax(-1).tolist()
+            assert torch.equal(rows[:, number], rows[:, 0])
+            program.improve()
+    assert (len(program._captured), used.tolist()) == (1, [4, 4])
+    assert not rows[:, 4:].any(), "a capture computes nothing"
+
+
 def test_the_slice_serves_in_a_process_of_its_own_also_after_a_failed_capture() -> None:
     """Run in a subprocess, because a slice's cap and pool last until the process exits."""
     code = f"""
