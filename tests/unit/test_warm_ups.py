@@ -61,8 +61,9 @@ def test_neither_a_task_nor_a_job_loses_time_to_a_capture() -> None:
     rig.captured()
     rig.tick(rig.now_ms + 1e6)
     assert rig.slots == []
-    rig.worker(job.slot, JobEnded(op_id=job.op_id, outcome="done", step=1))
-    rig.worker_restarts(0, 0)
+    slot = job.slot
+    rig.worker(slot, JobEnded(op_id=job.op_id, outcome="done", step=1))
+    rig.worker_restarts(slot, 0)
     assert rig.slots != []
 
 
