@@ -101,6 +101,7 @@ class DeviceEffects:
                 self._spawn_daemon(target)
             case ev.Interrupt(target, op_id):
                 self._share.control_page.write_stop(target.slot, op_id)
+                self._share.control_page.write_run(target.slot, True)
             case ev.TakeBack(target, op_id):
                 self._share.control_page.write_taken_back(target.slot, op_id)
                 ring(self._share.doorbells[target.slot])

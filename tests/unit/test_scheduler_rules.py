@@ -1077,6 +1077,18 @@ def test_a_commit_area_that_does_not_fit_is_refused_and_leaves_the_books_right(r
     assert rig.scheduler.machine.store.regions.free_bytes == rig.core.settings.store_bytes
 
 
+def test_the_stream_of_a_job_that_does_not_answer_a_stop_is_opened_once() -> None:
+    rig = Rig(slices_move=False)
+    job = rig.start_training()
+    rig.register("a")
+    rig.infer("a")
+    assert rig.scheduler.next_wakeup_ms() == 50.0
+    opened = [ev.Interrupt(rig.state.address(job.slot), job.op_id)]
+    for at_ms, expected in ((49.0, []), (50.0, opened), (9999.0, [])):
+        rig.tick(at_ms)
+        assert rig.commands(ev.Interrupt) == expected
+
+
 def test_the_slots_of_a_commit_area_share_no_page_because_each_is_pinned(rig: Rig) -> None:
     job = rig.train("cifar")
     rig.worker(job.slot, LeaseRequest(op_id=job.op_id, slice_bytes=MIB, state_bytes=5001))

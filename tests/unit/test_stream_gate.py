@@ -109,6 +109,16 @@ def test_a_group_longer_than_the_limit_ends_later_and_the_gpu_stops_behind_it(
     assert (script.done, script.board.marks(SLOT)) == (0, (2, 1))
 
 
+def test_a_stop_that_the_controller_had_to_help_holds_the_stream_again(script: Script) -> None:
+    """The script's thread kept the interpreter's lock while it waited for its full queue."""
+    script.gate.enter()
+    script.gate._pause = lambda _: script.board.write_run(SLOT, True)
+    assert not script.gate.hold(limit_s=0.001)
+    script.group()
+    script.world.advance()
+    assert (script.done, script.board.marks(SLOT)) == (0, (1, 0))
+
+
 def test_a_script_that_is_away_is_held_when_its_queue_is_empty(script: Script) -> None:
     assert script.gate.hold(limit_s=0.0), "it has enqueued nothing"
     script.gate.release()

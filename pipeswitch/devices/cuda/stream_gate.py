@@ -138,7 +138,9 @@ class StreamGate(RunAhead):
             if reached == passed + 1 & LOW_HALF and now == before:  # seen twice: the wait is real
                 return True
             if time.monotonic() > ends_at_s:
-                return False
+                self._control_page.write_run(self._slot, False)  # the controller may have opened it
+                if not self._is_over:
+                    return False
             before = now
             self._pause(HOLD_POLL_S)
         self.release()

@@ -77,7 +77,7 @@ class SchedulerSettings:
     max_deaths: int = 3  # deaths of workers in a row, for each request and each model
     max_job_deaths: int = 10  # deaths of a job's workers in a row, with no commit between them
     max_swapped: int = 4  # number of jobs of a device that may wait without their memory
-    slices_move: bool = True  # a slice may come back to another range (ADR 64)
+    slices_move: bool = True  # a slice may come back elsewhere (ADR 64); else streams may be held
     max_daemon_restarts: int = 5  # restarts in a row, with no served request between them
     keep_versions: int = 2  # number of kept versions of a model, including the current one
     keep_jobs: int = 20  # number of ended jobs that are kept, with their last state

@@ -475,6 +475,7 @@ class JobTiming:
     cycle_began_at_ms: float = 0.0
     cycle_left_ms: float = 0.0
     stop_asked_at_ms: float = 0.0
+    opened_for_ms: float = -1.0  # the stop for which the job's stream was opened
     evict_asked_at_ms: float = 0.0
     last_ran_at_ms: float = 0.0
     parked_at_ms: float = 0.0  # time of its last suspension

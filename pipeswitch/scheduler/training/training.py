@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from ...base.errors import DRAINING, WorkerLost
@@ -21,6 +22,7 @@ from ..memory.swaps import Swaps
 from ..policies.job_orders import JOB_ORDERS
 from ..state.core import JOBS, QUEUE, RESIDENCY, TURN, WORKERS
 from ..state.device_state import DeviceState
+from ..state.events import Interrupt
 from ..state.records import Job, Worker
 from ..state.states import (
     TASK_ON_WORKER,
@@ -35,6 +37,7 @@ from ..state.states import (
 from .jobs import Jobs
 
 JOBS_TENANT: Final = ""  # jobs run code, so they belong to the server's owner
+OPEN_AFTER_MS: Final = 50.0  # then a stopping job's stream is opened: its script may wait for it
 MAX_IN_PLACE: Final = 4  # maximum number of jobs with a process (and a slice, if there is room)
 MIN_GRACE_MS: Final = 1000.0
 GATE_ADVICE: Final = "compute in the loop, in modules that are passed to job.steps"
@@ -123,6 +126,7 @@ class TrainingJobs:
         self._core, self._device, self._swaps = device.core, device, swaps
         self._jobs, self._leases, self._commits = jobs, leases, commits
         self._ranking = Ranking(device, jobs, leases)
+        self._open_after_ms = math.inf if device.settings.slices_move else OPEN_AFTER_MS
 
     def pump(self) -> int:
         """Give the idle device to the next job, and enforce limits on the other jobs."""
@@ -263,6 +267,10 @@ class TrainingJobs:
                 core.wake_at(step_late_at_ms, JOBS)
         elif state is TaskState.STOPPING:
             asked_at_ms = job.timing.stop_asked_at_ms
+            is_late = core.now_ms >= asked_at_ms + self._open_after_ms
+            if is_late and job.timing.opened_for_ms != asked_at_ms and job.slot is not None:
+                job.timing.opened_for_ms = asked_at_ms
+                core.emit(Interrupt(self._device.address(job.slot), job.op_id))
             self._kill_after(job, asked_at_ms, settings.stop_grace_ms, "did not stop")
 
     def reported(self, job: Job) -> None:
@@ -389,7 +397,8 @@ class TrainingJobs:
         owner.stop_job(job.slot, next_turn)
         job.stops_at_boundary, job.timing.stop_asked_at_ms = at_boundary, core.now_ms
         core.dirty |= JOBS
-        core.wake_at(core.now_ms + core.settings.stop_grace_ms, JOBS)
+        wait_ms = min(core.settings.stop_grace_ms, self._open_after_ms)
+        core.wake_at(core.now_ms + wait_ms, JOBS)
         order = StopTask(
             op_id=job.op_id,
             turn=job.turn,
