@@ -85,22 +85,21 @@ def main() -> None:
     link = Link(cuda, group_bytes)
     put(link_bytes=size, groups=GROUPS, not_pinned=mapped.refusal)
     sources = {"a registered memfd": mapped.address, "the driver's memory": own.address}
-    arms = [(memory, fences) for memory in sources for fences in FENCES]
     for load in ("idle", "another process computes"):
-        times: dict[tuple[str, str], list[float]] = {arm: [] for arm in arms}
-        child = None if load == "idle" else spawn("compute", {}, module="gpu_link")
-        if child is not None:
+        times: dict[tuple[str, str], list[float]]
+        times = {(memory, fences): [] for memory in sources for fences in FENCES}
+        if child := None if load == "idle" else spawn("compute", {}, module="gpu_link"):
             read_line(child)
         for number in range(-WARM_UP_ROUNDS, ROUNDS):
-            for memory, fences in arms:
+            for (memory, fences), values in times.items():
                 took_ms = link.send(sources[memory], fences)
                 if number >= 0:
-                    times[memory, fences].append(took_ms)
+                    values.append(took_ms)
         end(child)
         for (memory, fences), values in times.items():
-            gb_s = round(size / 1e6 / percentiles(values)["p50"], 1)
-            total_ms = percentiles(values)
-            put(case=f"link, {load}", arm=f"{memory}, {fences}", total_ms=total_ms, gb_s=gb_s)
+            total_ms, arm = percentiles(values), f"{memory}, {fences}"
+            gb_s = round(size / 1e6 / total_ms["p50"], 1)
+            put(case=f"link, {load}", arm=arm, total_ms=total_ms, gb_s=gb_s)
 
 
 if __name__ == "__main__":

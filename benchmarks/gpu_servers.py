@@ -360,11 +360,13 @@ def _precision(model: gpu.GpuModel) -> None:
             bills = [client.infer(form, inputs) for _ in range(1 + REQUESTS)]
             output = next(iter(bills[-1].outputs.values())).astype("float64")
             exact = output if exact is None else exact
+            alone = client.infer(form, {name: value[:1] for name, value in inputs.items()})
             put(
                 case=model.name,
                 precision=form,
                 bytes=row["bytes"],
                 notes=row["notes"],
+                is_batch_invariant=np.array_equal(next(iter(alone.outputs.values())), output[:1]),
                 error=float(abs(output - exact).max() / abs(exact).max()),
                 cold_copy_ms=bills[0].timing.copy_ms,
                 compute_ms=percentiles([one.timing.compute_ms for one in bills[1:]]),
