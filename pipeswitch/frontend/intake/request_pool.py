@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import mmap
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
@@ -113,7 +114,7 @@ class RequestPool:
         self.share_bytes = max(self._shares.left(""), 1)  # share of a caller that is alone
         self.on_release: Callable[[], None] | None = None  # set while requests wait for memory
         self.give_up: Callable[[], bool] = lambda: False  # evicts a cached block, if there is one
-        self.call_soon: Callable[[Callable[[], None]], None] = lambda call: call()
+        self.call_soon: Callable[[Callable[[], None]], None] = operator.call
 
     @property
     def memory(self) -> memoryview:
