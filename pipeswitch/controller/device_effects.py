@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 from msgspec.structs import replace
 
 from ..commits.commit_files import remove_unnamed
@@ -22,6 +23,7 @@ from ..ipc.messages.daemon import (
     DaemonFault,
     DaemonReady,
     DaemonSettings,
+    GroupCopy,
     PersistCommit,
     TransmitModel,
 )
@@ -58,6 +60,16 @@ class HelperEffects(Protocol):
         the reason, and the exit status of the process that checked."""
 
     def close(self) -> None: ...
+
+
+def with_rows(group: GroupCopy, memory: memoryview) -> GroupCopy:
+    """Return a copy of rows with their numbers, which are in the request pool."""
+    rows = {0}  # zeros fill a padded batch
+    for slab in group.indices:
+        numbers = memory[slab.offset_bytes :][: slab.size_bytes]
+        rows.update(np.frombuffer(numbers, slab.dtype).tolist())
+    most = group.size_bytes // group.row_bytes
+    return replace(group, indices=(), rows=tuple(sorted([row for row in rows if 0 <= row < most])))
 
 
 class DeviceEffects:
@@ -200,7 +212,12 @@ class DeviceEffects:
             op_id = getattr(command.message, "op_id", OpId(0))
             self._take(ev.Received(command.target, DaemonFault(op_id=op_id, reason=str(error))))
             return
-        self._children.processes.send(child, 0, command.message, descriptors)
+        message = command.message
+        if isinstance(message, TransmitModel) and message.groups and message.groups[0].indices:
+            memory = self._context.frontend.pool.memory_of_tenant(message.tenant)
+            rows, *groups = message.groups
+            message = replace(message, groups=(with_rows(rows, memory), *groups))
+        self._children.processes.send(child, 0, message, descriptors)
 
     def _arena_for(self, tenant: str) -> list[int]:
         """Return the file for a tenant's models, or [] if the daemon has it already."""

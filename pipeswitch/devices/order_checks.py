@@ -40,6 +40,8 @@ def check_order(
             raise RemoteProtocolError(
                 f"group {index}: fence {group.fence} is not below {fence_count}"
             )
+        if group.rows and not 0 <= group.rows[0] <= group.rows[-1] < size // group.row_bytes:
+            raise RemoteProtocolError(f"group {index}: its table does not have all the rows")
         if group.arena_offset_bytes < start or group.arena_offset_bytes + size > end:
             raise RemoteProtocolError(f"group {index} lies outside of its region {start}…{end}")
         if group.store_offset_bytes < 0 or group.store_offset_bytes + size > store_bytes:

@@ -233,10 +233,17 @@ class WorkerDevice(SliceAccess):
         """Open the region's first ``arrived_bytes``, so that kernels may read them."""
 
     def show_landing(self, offset_bytes: int, size_bytes: int) -> None:
-        """Open a group of a streamed model, wherever it is in the region.
+        """Open a group of a streamed model, or of a run by rows, wherever it is in the region.
 
-        The group begins at a unit of 2 MiB, and the daemon has zeroed the rest of its last unit.
+        The daemon has filled the units of 2 MiB that it touches.
         """
+
+    def table_of(
+        self, spec: TensorSpec, region_offset_bytes: int, rows: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return a private copy of a table that has only these rows, which have arrived; None: the
+        table may be read in its place, although its other rows have not arrived."""
+        return None
 
     def leave(self) -> None:
         """Close the region: no kernel can access it until the next ``enter``."""

@@ -54,6 +54,7 @@ FENCE_COUNT: Final = 256
 BELL_COUNT: Final = 3
 DEADLINE_S: Final = 60.0
 POISON: Final = 0xA5
+ROWS: Final = (0, 7, 8, 2303)  # of a table of 9 MiB
 
 
 def settings(link_bytes_per_s: float = 0.0) -> DaemonSettings:
@@ -397,6 +398,29 @@ def test_copies_land_at_their_offsets_and_nothing_else_changes(rig: CpuRig) -> N
     assert after[at + total :] == before[at + total :]
     fences = [rig.fence(index) for index in range(FENCE_COUNT)]
     assert fences == [1] + [0] * 9 + [2] * len(sizes) + [0] * (FENCE_COUNT - 10 - len(sizes))
+
+
+def by_rows(op_id: int) -> TransmitModel:
+    """Return an order for rows of a table, for the groups around it, and last for the table."""
+    sent = in_whole_units(order(op_id, 2 * MIB, [1000, 9 * MIB, 5000, MIB]))
+    first, table, *others = sent.groups
+    rows = msgspec.structs.replace(table, fence=4, row_bytes=4096, rows=ROWS)
+    return msgspec.structs.replace(sent, groups=(rows, first, *others, table))
+
+
+def test_rows_of_a_table_arrive_before_its_neighbours_and_the_table_last(make_rig: MakeRig) -> None:
+    rig = make_rig(20 * MIB)
+    data = random.Random(1).randbytes(12 * MIB)
+    rig.fill_store(0, data)
+    view = rig.view()
+    rig.transmit(by_rows(2))
+    view.wait_group(4, OpId(2))
+    for at in (1000 + 4096 * row for row in ROWS):
+        assert rig.arena(2 * MIB + at, 4096) == data[at : at + 4096]
+    view.wait_group(3, OpId(2))
+    assert rig.fence(1) != 2, "the link is slow, so the table is not there"
+    start = 8 * MIB if rig.is_sealed else 1000 + 9 * MIB  # on cpu also the rest of the unit
+    assert rig.arena(2 * MIB + start, 10 * MIB - start) == data[start : 10 * MIB]
 
 
 def test_the_bill_names_every_group_in_order(rig: CpuRig) -> None:
@@ -907,6 +931,30 @@ if read({2 * MIB}, {2 * MIB}) != b"A" * {GROUP} + bytes(1000):
     sys.exit("another's bytes")
 touch({offset})
 """)
+    expect(child, "touching")
+    finish(child, -signal.SIGSEGV)
+
+
+def test_a_run_by_rows_reads_the_rows_and_its_kernels_reach_no_other_byte(cpu: CpuRig) -> None:
+    data = random.Random(2).randbytes(12 * MIB)
+    cpu.fill_store(0, data)
+    cpu.run(by_rows(1))
+    end = 1000 + 9 * MIB
+    child = cpu.child(
+        f"""{PEEK}
+import torch
+view.enter({2 * MIB}, {10 * MIB + 6000}, -1, 1)
+view.show_landing(0, 1000); view.show_landing({end}, 5000)
+spec = TensorSpec(name="t", dtype="int32", shape=(2304, 1024), offset_bytes=1000,
+                  size_bytes={9 * MIB}, file_offset_bytes=0)
+table = view.table_of(spec, {2 * MIB}, torch.tensor({ROWS}))
+say(bytes(table[list({ROWS})].view(torch.uint8).flatten().tolist()).hex())
+say(read({2 * MIB + end}, 5000).hex())
+touch({6 * MIB})
+"""
+    )
+    expect(child, b"".join(data[1000 + 4096 * row :][:4096] for row in ROWS).hex())
+    expect(child, data[end : end + 5000].hex())
     expect(child, "touching")
     finish(child, -signal.SIGSEGV)
 

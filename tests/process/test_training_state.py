@@ -31,27 +31,12 @@ from tqdm import tqdm
 from pipeswitch import job
 from pipeswitch.base import errors
 from pipeswitch.commits.weights import weights_of
-from tests.process.test_training_exact import (
-    Crashed,
-    FakeHost,
-    HookedGate,
-    Outside,
-    begun,
-    digest,
-)
+from tests.process.test_training_exact import Crashed, FakeHost, HookedGate, Outside, begun, digest
+from tests.process.test_training_exact import one_thread as one_thread
 from tests.process.tools import checked_server, finish, run_plain, until, write_script
 
 Poke = Callable[[], None]
 Script = Callable[[Poke], str]  # returns a digest of its final state
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    job._install(None)
 
 
 def plain(script: Script) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -31,9 +31,15 @@ from pipeswitch.programs.graphs.bundle import Bundle, Graph, read_bundle
 from pipeswitch.programs.graphs.operators import checked_by
 from pipeswitch.programs.graphs.zeroed import allocator_switch
 from pipeswitch.programs.interface.dims import shape_at, values_of
-from pipeswitch.programs.interface.groups import landed_tensors, regrouped
+from pipeswitch.programs.interface.groups import (
+    TableByRows,
+    landed_tensors,
+    regrouped,
+    table_by_rows,
+)
 from pipeswitch.programs.interface.layout import TENSOR_ALIGN_BYTES, KindSettings, Manifest
 from pipeswitch.programs.running.executor import (
+    BoundGraph,
     BoundProgram,
     GraphProgram,
     ModuleProgram,
@@ -243,7 +249,7 @@ class _Groups:
         task: Channel,
         slot: int,
     ) -> None:
-        self._view = view
+        self._view, self._message = view, message
         self._task, self._slot, self._turn = task, slot, message.op_id
         self._groups = manifest.groups
         self._first_word = message.first_fence
@@ -255,6 +261,8 @@ class _Groups:
         self.stall_ms = 0.0
 
     def __call__(self, index: int) -> None:
+        if index < len(self.begins_ms):
+            return  # a later step of the run
         if self._is_timed:
             self._view.quiesce()  # measure the group's computation, not its enqueueing
         if self._landings:
@@ -288,6 +296,52 @@ class _Groups:
         self.stall_ms += self._view.wait_turn(self._turn)
 
 
+class _GroupsByRows(_Groups):
+    """Callback of a run for which rows of a table arrive first, and all of it later (ADR 67)."""
+
+    def __init__(self, bound: BoundProgram, pool: MappedPool, *own: Any) -> None:
+        super().__init__(*own)
+        self._bound, self._pool, self._table = bound, pool, table_by_rows(bound.manifest)
+
+    def __call__(self, index: int) -> None:
+        """Wait for the group, or for its rows. In a later step, only the table may be missing."""
+        table, is_later = self._table, index < len(self.begins_ms)
+        if table is not None and (
+            index == table.before
+            or (index == table.group and (is_later or not self._read_rows(table)))
+        ):
+            self._table = None
+            self._await(table.group)
+        if is_later:
+            return
+        if self.begins_ms:
+            self.ends_ms.append(now_ms())
+        if self._table is None or index != self._table.group:
+            self._await(index)
+        reach("worker.infer.group")
+        self.begins_ms.append(now_ms())
+
+    def _await(self, index: int) -> None:
+        self.stall_ms += self._view.wait_group(self._first_word + index, self._epoch)
+        self._view.show_landing(self._groups[index].offset_bytes, self._groups[index].size_bytes)
+
+    def _read_rows(self, table: TableByRows) -> bool:
+        """Wait for the rows; return False if all of the table is needed."""
+        slabs = [run.inputs[table.index_input] for run in self._message.runs]
+        zero = torch.zeros(1, dtype=torch.int64)  # zeros fill a padded batch
+        rows = torch.cat([zero, *[self._pool.own(slab).view(-1).long() for slab in slabs]])
+        if int(rows.min()) < 0 or int(rows.max()) >= table.rows:
+            return False  # the operator refuses such rows
+        fence = self._first_word + len(self._groups)
+        self.stall_ms += self._view.wait_group(fence, self._epoch)
+        [weight] = self._groups[table.group].tensors
+        spec, place = self._bound.manifest.tensors[weight], self._message.arena_offset_bytes
+        private = self._view.table_of(spec, place, rows)
+        if private is not None and isinstance(self._bound, BoundGraph):
+            self._bound.replace_once(table.group, weight, private)
+        return True
+
+
 def infer(
     message: RunInference,
     programs: Programs,
@@ -301,14 +355,14 @@ def infer(
         if failpoints.is_on:
             reach("worker.infer.received")
         bound = programs.bound(message)
-        steps, inputs, rows = _opened(message, bound, programs, pool, view, slot)
+        steps, kind, inputs, rows = _opened(message, bound, programs, pool, view, slot)
         if not view.wait_first_turn(message.op_id, slot):
             return False
         turn_at_ms = now_ms()
         reach("worker.infer.turn")
         view.control_page.write_begun(slot, message.op_id)  # a later death may be the model's fault
         while True:
-            groups = _Groups(view, message, bound.manifest, task, slot)
+            groups = kind(view, message, bound.manifest, task, slot)
             try:
                 with view.computing(bound):
                     outputs = (bound if steps is None else steps).run(inputs, groups)
@@ -357,14 +411,15 @@ def _opened(
     pool: MappedPool,
     view: WorkerDevice,
     slot: int,
-) -> tuple[KindRun | None, list[torch.Tensor], list[int]]:
-    """Open the memory of program and inputs; return the kind's run, the inputs, and their rows."""
+) -> tuple[KindRun | None, Callable[..., _Groups], list[torch.Tensor], list[int]]:
+    """Open program and inputs; return the kind's run, the callback's class, inputs, their rows."""
     manifest, region_bytes = bound.manifest, bound.manifest.total_bytes
     if message.staging:
         pairs = zip(message.staging, manifest.groups, strict=True)
         region_bytes = max([landing + group.size_bytes for landing, group in pairs])
     _lend_inputs(view, message, manifest)
-    last_fence = message.first_fence + len(manifest.groups) - 1
+    # A run by rows opens each group by itself.
+    last_fence = -1 if message.by_rows else message.first_fence + message.last_group
     view.enter(message.arena_offset_bytes, region_bytes, last_fence, message.residency_id)
     if pool.batched_for and pool.batched_for != message.model:
         pool.let_go()
@@ -374,7 +429,8 @@ def _opened(
     if runner is not None and (len(message.runs) > 1 or message.runs[0].sampling_params):
         waits = partial(_waits, view, slot, message)
         steps = runner.begin(message, bound, pool, view.device, waits)
-    return steps, *_inputs(message, pool, steps, runner)
+    kind = partial(_GroupsByRows, bound, pool) if message.by_rows else _Groups
+    return steps, kind, *_inputs(message, pool, steps, runner)
 
 
 def _report_failure(

@@ -190,11 +190,13 @@ class CpuDeviceMemory(DeviceMemory):
         try:
             reach("daemon.transmit.begin")
             copied = [0] * len(order.groups)
+            self._clear_end(order)
             for index, group in enumerate(order.groups):
                 if self._must_wait(job, index):
                     self._wait_computed(job, index)
                     self._to_device.begin()
-                copied_bytes += self._bring(order, index, copied, job.cancelled)
+                bring = self._bring_rows if group.row_bytes else self._bring
+                copied_bytes += bring(order, index, copied, job.cancelled)
                 if job.cancelled.is_set():
                     break  # perhaps in the middle of this group, so do not set its fence
                 reach("daemon.transmit.group")
@@ -206,6 +208,28 @@ class CpuDeviceMemory(DeviceMemory):
         reach("daemon.transmit.end")
         return job.ended(started_at_ms, ends_at_ms, copied_bytes)
 
+    def _clear_end(self, order: TransmitModel) -> None:
+        """Zero the rest of the page after the model's last byte, which workers open, too."""
+        end = max([one.arena_offset_bytes + one.size_bytes for one in order.groups], default=0)
+        if not order.waits:
+            region_end = order.arena_offset_bytes + order.region_bytes
+            self._models.clear(order.tenant, end, min(aligned(end, mmap.PAGESIZE), region_end))
+
+    def _bring_rows(
+        self, order: TransmitModel, index: int, copied: list[int], cancelled: threading.Event
+    ) -> int:
+        """Copy rows of a table, and its parts of units that it shares with other groups."""
+        group = order.groups[index]
+        start, end = group.arena_offset_bytes, group.arena_offset_bytes + group.size_bytes
+        first, last = aligned(start, UNIT_BYTES) - start, end % UNIT_BYTES
+        total = 0
+        for at, size in ((0, first), (group.size_bytes - last, last), *group.pieces()):
+            source = group.store_offset_bytes + at
+            self._models.write(order.tenant, start + at, self._store[source : source + size])
+            total += size
+        self._to_device.pace(total, cancelled)
+        return total
+
     def _bring(
         self, order: TransmitModel, index: int, copied: list[int], cancelled: threading.Event
     ) -> int:
@@ -215,8 +239,7 @@ class CpuDeviceMemory(DeviceMemory):
         group's fence is set
 
         1. parts of later groups in this group's last unit are copied,
-        2. the rest of the page after the model's last byte is zeroed,
-        3. or, in a streamed model, whose groups share no unit, only the rest of the unit is zeroed.
+        2. or, in a streamed model, whose groups share no unit, the rest of the unit is zeroed.
 
         ``copied``: bytes of each group that are copied already; updated here.
         """
@@ -228,17 +251,16 @@ class CpuDeviceMemory(DeviceMemory):
             return 0  # the group is resident, and so is its last unit
         if order.waits:
             if not cancelled.is_set():
-                self._models.clear(order.tenant, end, unit_end)  # 3.
+                self._models.clear(order.tenant, end, unit_end)  # 2.
             return total
         for later in range(index + 1, len(order.groups)):
             following = order.groups[later]
             if following.arena_offset_bytes >= unit_end or cancelled.is_set():
                 break
+            if following.arena_offset_bytes < end:
+                continue  # a table, whose part ``_bring_rows`` has copied
             upto = min(following.size_bytes, unit_end - following.arena_offset_bytes)
             total += self._copy(order.tenant, following, copied, later, upto, cancelled)  # 1.
-            end = max(end, following.arena_offset_bytes + upto)
-        region_end = order.arena_offset_bytes + order.region_bytes
-        self._models.clear(order.tenant, end, min(aligned(end, mmap.PAGESIZE), region_end))  # 2.
         return total
 
     def _copy(

@@ -131,6 +131,10 @@ class ProtectedMapping:
         self.open(0, mmap.PAGESIZE)  # on an old kernel, raise here, not in the first request
         self.close()
 
+    def hidden_bytes(self) -> ctypes.Array[ctypes.c_char]:
+        """Return the hidden mapping, for our own code: no kernel may get these addresses."""
+        return (ctypes.c_char * self.size_bytes).from_address(self._hidden)
+
     def populate(self, offset_bytes: int, size_bytes: int) -> None:
         """Take a hidden range's page faults now; do nothing if a part of the range is open."""
         start, end = whole_pages(offset_bytes, size_bytes)

@@ -58,8 +58,7 @@ class CpuWorkerDevice(WorkerDevice):
             doorbells=doorbells,
         )
         self._window = page_protection.ProtectedMapping(models, settings.limits.arena_bytes)
-        self._entered = (0, 0, 0)  # region's start and end, operation id
-        self._last_fence = 0
+        self._entered = (0, 0, 0, 0)  # region's start and end, operation id, last fence
         self._open_end = 0
         self._landed: set[int] = set()  # units that ``show_landing`` has opened
         self._is_one_tenants = settings.limits.separates_tenants
@@ -116,27 +115,26 @@ class CpuWorkerDevice(WorkerDevice):
         self._window.populate(offset_bytes, size_bytes)
 
     def enter(self, offset_bytes: int, size_bytes: int, last_fence: int, op_id: int) -> None:
-        """Select a region; close the previous one if place, size or operation id differ.
+        """Select a region; close the previous one if an argument differs.
 
         Raises:
             RemoteProtocolError: the region is outside of the arena.
         """
         check_range("region", offset_bytes, size_bytes, self._window.size_bytes)
-        entered = (offset_bytes, offset_bytes + size_bytes, op_id)
+        entered = (offset_bytes, offset_bytes + size_bytes, op_id, last_fence)
         if self._entered != entered:
             self._window.close()
             self._entered = entered
             self._landed.clear()
-            self._last_fence = last_fence
             self._open_end, _ = page_protection.whole_pages(offset_bytes, 0)
 
     def show(self, arrived_bytes: int) -> None:
         """Open the region's first ``arrived_bytes`` in whole units, which the daemon has filled."""
-        start, region_end, op_id = self._entered
+        start, region_end, op_id, last_fence = self._entered
         arrived_end = start + arrived_bytes
         if arrived_end <= self._open_end:
             return
-        if self._fences[self._last_fence] == op_id & FENCE_MASK:
+        if self._fences[last_fence] == op_id & FENCE_MASK:
             arrived_end = region_end  # all groups have arrived, so open them in one step
         end = min(
             aligned(arrived_end, page_protection.UNIT_BYTES), aligned(region_end, mmap.PAGESIZE)
@@ -148,21 +146,37 @@ class CpuWorkerDevice(WorkerDevice):
         self._open_end = end
 
     def show_landing(self, offset_bytes: int, size_bytes: int) -> None:
-        """Open the units of a group that streams, unless an earlier group has opened them."""
-        start, region_end, _ = self._entered
+        """Open the units of a group, unless an earlier group has opened them."""
+        start, region_end, *_ = self._entered
         check_range("landing", offset_bytes, size_bytes, region_end - start)
-        first = start + offset_bytes
-        for unit in range(first, first + size_bytes, page_protection.UNIT_BYTES):
+        first, size = start + offset_bytes, page_protection.UNIT_BYTES
+        for unit in range(first // size * size, first + size_bytes, size):
             if unit not in self._landed:
+                end = min(unit + size, aligned(region_end, mmap.PAGESIZE))
                 if self._is_one_tenants:
-                    self._window.populate(unit, page_protection.UNIT_BYTES)
-                self._window.open(unit, unit + page_protection.UNIT_BYTES)
+                    self._window.populate(unit, end - unit)
+                self._window.open(unit, end)
                 self._landed.add(unit)
+
+    def table_of(
+        self, spec: TensorSpec, region_offset_bytes: int, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """See ``WorkerDevice``. Only pages with rows get memory. Units of the table stay closed to
+        kernels, because they still have other models' bytes, too."""
+        import torch
+
+        from ...programs.running.tensor_views import bytes_over, tensor_over
+
+        memory = bytes_over(mmap.mmap(-1, spec.size_bytes))  # shared: no limit on data counts it
+        table = tensor_over(memory, replace(spec, offset_bytes=0), 0)
+        hidden = tensor_over(bytes_over(self._window.hidden_bytes()), spec, region_offset_bytes)
+        table.view(torch.uint8)[rows] = hidden.view(torch.uint8)[rows]
+        return table
 
     def leave(self) -> None:
         self._window.close()
         self._landed.clear()
-        self._entered, self._open_end = (0, 0, 0), 0
+        self._entered, self._open_end = (0, 0, 0, 0), 0
 
     def _tensor(self, spec: TensorSpec, region_offset_bytes: int) -> torch.Tensor:
         """Return a read-only tensor; reading it before ``show`` kills the process."""

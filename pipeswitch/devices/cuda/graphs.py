@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from ...ipc.messages.worker import Shapes
+from ...programs.graphs.indices import check_indices, index_limits
 from ...programs.running.executor import BeforeGroup, BoundGraph, BoundProgram
 from .bindings import CudaError
-from .indices import check_indices, index_limits
 
 if TYPE_CHECKING:
     from .capture import CudaRecorder, Replayable

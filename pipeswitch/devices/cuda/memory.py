@@ -180,6 +180,9 @@ class CudaDeviceMemory(DeviceMemory):
                         size,
                         self._to_device,
                     )
+                if group.row_bytes and size:
+                    flight.enqueued_bytes += size  # the event of the fence suffices for all rows
+                    continue
                 is_end = offset + size == group.size_bytes
                 flight.enqueued(size, group.fence if is_end else -1)
 
@@ -367,14 +370,16 @@ class _Flight:
 
 
 def chunks(group: GroupCopy) -> Iterator[tuple[int, int]]:
-    """Yield (offset in the group, bytes) of each copy; (0, 0) if the group is empty. No copy
-    crosses a pinned piece's end."""
-    done, size = 0, -1
-    while done < group.size_bytes or size < 0:
-        source = group.store_offset_bytes + done
-        size = min(CHUNK_BYTES, group.size_bytes - done, next_boundary(source) - source)
-        yield done, size
-        done += size
+    """Yield (offset in the group, bytes) of each copy; at last (its size, 0) if the group is empty
+    or rows. No copy crosses a pinned piece's end."""
+    for done, left in group.pieces():
+        while left:
+            source = group.store_offset_bytes + done
+            size = min(CHUNK_BYTES, left, next_boundary(source) - source)
+            yield done, size
+            done, left = done + size, left - size
+    if group.row_bytes or not group.size_bytes:
+        yield group.size_bytes, 0
 
 
 def _pieces(offset_bytes: int, ranges: Sequence[ByteRange]) -> Iterator[tuple[int, int]]:

@@ -284,7 +284,6 @@ class DecodeRun:
             if not is_likeliest:
                 self._ids.copy_(torch.tensor(self._tokens[-1]))
             upto = [end + 1 for end in upto]
-            before_group = _is_there
 
     def _advance(
         self, named: Mapping[str, torch.Tensor], outputs: Sequence[torch.Tensor]
@@ -393,7 +392,3 @@ class DecodeRun:
 def _slabs_of(run: Run, manifest: Manifest) -> dict[str, SlabTensor]:
     pairs = zip(manifest.inputs, run.inputs, strict=True)
     return {spec.name: slab for spec, slab in pairs}
-
-
-def _is_there(_: int) -> None:
-    """Do nothing: all groups arrived during the first step."""

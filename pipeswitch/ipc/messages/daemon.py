@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .base import ByteRange, JobName, Message, ModelName, OpId, ResourceLimits
+from collections.abc import Iterator
+
+from .base import ByteRange, JobName, Message, ModelName, OpId, ResourceLimits, SlabTensor
 
 
 class DaemonSettings(Message, frozen=True):
@@ -51,12 +53,23 @@ class StoreFailed(Message, frozen=True):
 
 
 class GroupCopy(Message, frozen=True):
-    """Copy of one layer group to the arena; after it the group's fence gets the operation id."""
+    """Copy of one layer group to the arena; after it the group's fence gets the operation id.
+
+    With ``row_bytes`` it copies only rows of a table, and another copy brings all of it (ADR 67).
+    """
 
     store_offset_bytes: int
     arena_offset_bytes: int
     size_bytes: int
     fence: int  # index of its uint32 fence
+    row_bytes: int = 0
+    indices: tuple[SlabTensor, ...] = ()  # the controller reads the rows from there
+    rows: tuple[int, ...] = ()  # ascending
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Yield offset and size of the bytes to copy."""
+        step = self.row_bytes
+        yield from [(row * step, step) for row in self.rows] if step else [(0, self.size_bytes)]
 
 
 class TransmitModel(Message, frozen=True):

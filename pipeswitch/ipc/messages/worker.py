@@ -114,6 +114,8 @@ class RunInference(Message, frozen=True):
     staging: tuple[int, ...] = ()  # as in PrepareModel
     is_timed: bool = False
     is_code: bool = False  # as in PrepareModel
+    last_group: int = -1  # the group that was copied last
+    by_rows: bool = False  # the rows that the runs look up are copied first (ADR 67)
 
 
 class InferenceDone(Message, frozen=True):

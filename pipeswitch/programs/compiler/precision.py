@@ -23,6 +23,7 @@ import torch
 from ...base.errors import RegistrationRefused
 from ..graphs.bundle import Bundle, read_bundle, write_bundle
 from ..graphs.graph import last_readers
+from ..graphs.indices import lookups
 from ..graphs.partition import UnplacedWeight, default_plan, layers_of_graph, place
 from ..interface.dims import BATCH, Values, corners, values_of, values_text
 from ..interface.layout import BUNDLE_FILE, KindSettings, Manifest
@@ -273,6 +274,7 @@ def _written(
         layers=layer_specs,
         groups=groups,
         total_bytes=total_bytes,
+        lookups=lookups(read.graph),
         extra={**manifest.extra, "last_readers": last_readers(read.graph)},
     )
     image = load_image(path, ours)

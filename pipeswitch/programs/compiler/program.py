@@ -28,6 +28,7 @@ from ...devices.cpu import packed
 from ...devices.torch_kernels import TorchKernels
 from ..graphs.bundle import Bundle, Graph, read_bundle, read_safetensors_header
 from ..graphs.graph import check_no_mutation, check_shapes, last_readers
+from ..graphs.indices import lookups
 from ..graphs.operators import checked_by
 from ..graphs.partition import UnplacedWeight as GraphWeight
 from ..graphs.partition import default_plan, layers_of_graph, place
@@ -356,6 +357,7 @@ def _finish_graph(
         manifest,
         digest=_digest(manifest, graph, digest_before, settings),
         weights_sha256=digest_before,
+        lookups=lookups(graph),
         extra={
             **manifest.extra,
             "largest_value_bytes": checked.run_memory.largest_bytes,

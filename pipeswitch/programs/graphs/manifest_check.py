@@ -45,6 +45,11 @@ def check_claims(manifest: layout.Manifest) -> None:
         _refuse("it does not say of each tensor which node reads it last")
     if any(type(node) is not int or not -1 <= node <= MAX_NODES for node in readers):
         _refuse("a tensor is read last by no node of it")
+    for one in manifest.lookups:
+        is_table = 0 <= one.table < len(manifest.tensors)
+        indices = [value.dtype for value in manifest.inputs][one.index_input :]
+        if not is_table or one.index_input < 0 or "int" not in "".join(indices[:1]):
+            _refuse("the rows of a table are named by no input")
     if "pads" in manifest.extra:
         shapes = {value.name: value.shape for value in manifest.inputs}
         is_known = manifest.extra["pads"] == layout.PADS and manifest.mode == "graph"

@@ -55,6 +55,14 @@ class LayerSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     tensor_count: int  # number of its tensors, which follow the previous layer's; 0 is allowed
 
 
+class LookupSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Table whose first reader takes only the rows that an input names (ADR 67)."""
+
+    table: int  # index into Manifest.tensors
+    index_input: int  # index into Manifest.inputs: numbers of rows
+    next_reader: int  # node that reads the table next; one past the last node: none
+
+
 class ValueSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An input or an output. Its extents are numbers, names of dimensions, or expressions."""
 
@@ -96,6 +104,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     returns: Any = None  # tree of the outputs' nesting; None: unknown, or a single tensor
     triggers: tuple[str, ...] = ()  # module mode: the submodule whose pre-hook opens group i
     layers: tuple[LayerSpec, ...] = ()
+    lookups: tuple[LookupSpec, ...] = ()
     weights_sha256: str = ""  # hash of the region's image, checked when the host store loads it
     head_sha256: str = ""  # digest of the bundle's head with the graph; empty: module mode
     batching: Batching | None = None  # None: each request runs alone

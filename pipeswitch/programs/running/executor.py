@@ -280,6 +280,12 @@ class BoundGraph:
         self._arguments = [
             tuple(weights[index] for index in indices) for indices in program.compiled.group_weights
         ]
+        self._once: dict[int, tuple[torch.Tensor, ...]] = {}  # group -> arguments of its next call
+
+    def replace_once(self, group: int, weight: int, tensor: torch.Tensor) -> None:
+        """Let the group that runs next read ``tensor`` instead of a weight."""
+        used = self._compiled.group_weights[group]
+        self._once[group] = tuple([tensor if i == weight else self._weights[i] for i in used])
 
     def start(self, inputs: Sequence[torch.Tensor]) -> Environment:
         """Return a new environment: the values that later groups still need."""
@@ -312,7 +318,7 @@ class BoundGraph:
                 calls = self._compiled.calls if is_tried else self._program.asking()
                 for index, call in enumerate(calls):
                     before_group(index)
-                    call(environment, self._arguments[index])
+                    call(environment, self._once.pop(index, self._arguments[index]))
             except BrokenContract as error:
                 raise InvalidInput(f"not at shapes {list(_shapes(inputs))}: {error}") from None
             outputs = self.finish(environment)

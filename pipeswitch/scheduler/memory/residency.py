@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
+from typing import Final
 
 from ...ipc.messages.base import ModelName, OpId
 from ...ipc.messages.daemon import CancelTransmit, GroupCopy, TransmitEnded, TransmitModel
+from ...ipc.messages.run import Run
 from ...planning.grouping import Plan
 from ...planning.streaming import StagingLayout
-from ...programs.interface.groups import regrouped
-from ...programs.interface.layout import REGION_ALIGN_BYTES, aligned
+from ...programs.interface.groups import regrouped, table_by_rows
+from ...programs.interface.layout import ITEM_BYTES, REGION_ALIGN_BYTES, aligned
 from ..state.core import MEASURED, QUEUE, RESIDENCY, TURN, WORKERS
 from ..state.device_state import DeviceState
 from ..state.events import Span, Spans
@@ -17,6 +19,9 @@ from ..state.records import DeviceModel
 from ..state.regions import Extent
 from ..state.states import ModelState, Residency, ResidencyEvent
 from .allocators import WHOLE, ArenaAllocator, RingPlace, Streamed
+
+ROW_COST_BYTES: Final = 256 << 10  # on a GPU, a row's call takes as long as copying this much
+MAX_ROWS: Final = 4096  # the controller's loop reads their numbers
 
 
 class Residents:
@@ -31,8 +36,10 @@ class Residents:
         """Take fences for a built model's groups. Return False if too few are left."""
         manifest = replica.model.manifest
         assert manifest is not None
-        fences = self._arena.fences.reserve(replica.owner, max(1, len(manifest.groups)))
+        count = max(1, len(manifest.groups) + bool(manifest.lookups))
+        fences = self._arena.fences.reserve(replica.owner, count)
         if fences is not None:
+            replica.table = table_by_rows(manifest)
             replica.manifest, replica.first_fence = manifest, fences.offset_bytes
             replica.region_bytes = aligned(max(manifest.total_bytes, 1), REGION_ALIGN_BYTES)
             replica.min_bytes = self._arena.min_bytes(manifest)
@@ -83,20 +90,25 @@ class Residents:
         old = self._arena.fences.get(replica.owner)
         if old is not None:
             self._arena.fences.release(replica.owner)
-            fences = self._arena.fences.reserve(replica.owner, max(1, len(manifest.groups)))
+            count = max(1, len(manifest.groups) + bool(manifest.lookups))
+            fences = self._arena.fences.reserve(replica.owner, count)
             if fences is None:
                 self._arena.fences.reserve(replica.owner, old.size_bytes, at_bytes=old.offset_bytes)
                 return False
             replica.first_fence = fences.offset_bytes
         replica.manifest, replica.grouping.plan = manifest, plan
+        replica.table = table_by_rows(manifest)
         self._core.model_changes += 1
         self._core.dirty |= WORKERS
         return True
 
-    def transmit(self, replica: DeviceModel, window: Extent, cause: str) -> OpId:
+    def transmit(
+        self, replica: DeviceModel, window: Extent, cause: str, runs: Sequence[Run] = ()
+    ) -> OpId:
         """Evict the window's models, lease the window, and order the daemon to copy the groups.
 
-        The window must have no obstacles. Return the operation id of the copy.
+        The window must have no obstacles. Return the operation id of the copy. Rows of a table that
+        ``runs`` look up are copied first, if they are few, and the table as late as possible.
         """
         core, device, manifest = self._core, self._device, replica.manifest
         assert manifest is not None
@@ -106,6 +118,12 @@ class Residents:
         replica.residency_id = core.next_op_id()
         replica.transfer.started_at_ms = core.now_ms
         replica.transfer.ended_at_ms = 0.0
+        order, rows = [*range(len(manifest.groups))], self._rows(replica, runs) if runs else []
+        replica.transfer.by_rows = tuple(runs) if rows else ()
+        if rows and (table := replica.table) is not None:
+            order.insert(table.before - 1, order.pop(table.group))
+            order.insert(0, table.group - len(order))
+        replica.transfer.order = tuple(order)
         device.daemon.send(
             TransmitModel(
                 model=replica.name,
@@ -114,19 +132,45 @@ class Residents:
                 region_bytes=replica.region_bytes,
                 waits=staging.waits if staging is not None else (),
                 tenant=core.tenant_of(replica.model.tenant),
-                groups=tuple(
-                    GroupCopy(
-                        store_offset_bytes=replica.model.store_offset_bytes + group.offset_bytes,
-                        arena_offset_bytes=replica.preferred_offset_bytes
-                        + (staging.offsets[index] if staging else group.offset_bytes),
-                        size_bytes=0 if index in there else group.size_bytes,
-                        fence=replica.first_fence + index,
-                    )
-                    for index, group in enumerate(manifest.groups)
+                groups=(
+                    *rows,
+                    *[
+                        GroupCopy(
+                            store_offset_bytes=replica.model.store_offset_bytes
+                            + (group := manifest.groups[index]).offset_bytes,
+                            arena_offset_bytes=replica.preferred_offset_bytes
+                            + (staging.offsets[index] if staging else group.offset_bytes),
+                            size_bytes=0 if index in there else group.size_bytes,
+                            fence=replica.first_fence + index,
+                        )
+                        for index in order[len(rows) :]
+                    ],
                 ),
             )
         )
         return replica.residency_id
+
+    def _rows(self, replica: DeviceModel, runs: Sequence[Run]) -> list[GroupCopy]:
+        """Return the copy of the rows that the runs look up; [] if they are too many."""
+        manifest, table, device = replica.built, replica.table, self._device
+        if table is None or replica.staging is not None or device.trial.model == replica.name:
+            return []
+        indices = tuple([run.inputs[table.index_input] for run in runs])
+        count = sum([one.size_bytes // ITEM_BYTES[one.dtype] for one in indices])
+        is_long = count > min(MAX_ROWS, table.size_bytes // ROW_COST_BYTES)
+        if is_long or any(one.pieces for one in indices):
+            return []
+        offset_bytes = manifest.groups[table.group].offset_bytes
+        return [
+            GroupCopy(
+                store_offset_bytes=replica.model.store_offset_bytes + offset_bytes,
+                arena_offset_bytes=replica.preferred_offset_bytes + offset_bytes,
+                size_bytes=table.size_bytes,
+                fence=replica.first_fence + len(manifest.groups),
+                row_bytes=table.size_bytes // table.rows,
+                indices=indices,
+            )
+        ]
 
     def _take(self, replica: DeviceModel, window: Extent, cause: str) -> Container[int]:
         """Lease the window for a model; return the groups that are already on the device.
@@ -182,10 +226,10 @@ class Residents:
             return
         if not replica.is_being_sent:
             return
-        replica.transfer.ended_at_ms = message.ended_at_ms
+        replica.transfer.ended_at_ms, replica.transfer.by_rows = message.ended_at_ms, ()
         core.counts["transmitted_bytes"] += message.copied_bytes
         core.counts["transmissions"] += 1
-        groups = replica.manifest.groups if replica.manifest is not None else ()
+        groups, order = replica.built.groups, replica.transfer.order
         ends_ms, track = message.group_ends_at_ms, device.track("copy")
         begins_ms = (message.started_at_ms, *ends_ms)
         core.emit(
@@ -193,15 +237,14 @@ class Residents:
                 spans=[
                     Span(
                         track=track,
-                        name=f"{message.model} group {index}",
+                        name=f"{message.model} group {index % len(groups)}"
+                        + ", rows" * (index < 0),
                         begin_ms=begin,
                         end_ms=max(begin, end),
-                        args={"bytes": group.size_bytes},
+                        args={"bytes": groups[index].size_bytes} if index >= 0 else {},
                         flow=message.op_id,
                     )
-                    for index, (group, begin, end) in enumerate(
-                        zip(groups, begins_ms, ends_ms, strict=False)
-                    )
+                    for index, begin, end in zip(order, begins_ms, ends_ms, strict=False)
                 ]
             )
         )

@@ -383,7 +383,10 @@ class Dispatch:
                 self._training.free_memory(JobName(region.owner.name), f"memory for {replica.name}")
         if obstacles:
             return False
-        self._residents.transmit(replica, window, f"request {request.run.request_id}")
+        runs = []
+        if replica.table is not None:
+            runs = [one.run for one in batch_for(self._device, replica, request).requests]
+        self._residents.transmit(replica, window, f"request {request.run.request_id}", runs)
         replica.transfer.ahead_id = replica.residency_id
         return True
 
@@ -570,6 +573,7 @@ def _run_order(
     op_id: OpId,
 ) -> RunInference:
     """Return the order to compute requests in one run."""
+    runs, transfer = [request.run for request in requests], replica.transfer
     return RunInference(
         op_id=op_id,
         model=replica.name,
@@ -578,9 +582,11 @@ def _run_order(
         arena_offset_bytes=replica.preferred_offset_bytes,
         first_fence=replica.first_fence,
         residency_id=replica.residency_id,
-        runs=tuple([request.run for request in requests]),
+        runs=tuple(runs),
         plan=replica.grouping.plan,
         staging=replica.staging.offsets if replica.staging is not None else (),
         is_timed=device.trial.model == replica.name,
         is_code=manifest.mode == "module",
+        last_group=transfer.order[-1] if transfer.order else -1,
+        by_rows=bool(transfer.by_rows) and {*map(id, runs)} <= {*map(id, transfer.by_rows)},
     )

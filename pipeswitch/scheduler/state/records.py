@@ -15,6 +15,7 @@ from ...ipc.messages.worker import InferenceDone, Shapes
 from ...planning.grouping import Plan
 from ...planning.planned_groups import PlannedGroups
 from ...planning.streaming import StagingLayout
+from ...programs.interface.groups import TableByRows
 from ...programs.interface.layout import Manifest, Wrapper
 from ...wire.request_timing import RequestTiming
 from ..policies.job_orders import JobView
@@ -153,6 +154,8 @@ class Transfer:
     ahead_id: OpId = NO_OP_ID  # residency id of a copy that began before its request
     is_prefetch: bool = False  # copied only because of a hint: may be cancelled
     retry_at_ms: float = 0.0  # earliest retry after a failed copy
+    order: tuple[int, ...] = ()  # groups in the order of their copies; below 0: rows
+    by_rows: tuple[Run, ...] = ()  # the runs whose rows are copied first; empty: it has ended
 
 
 @dataclass
@@ -172,6 +175,7 @@ class DeviceModel:
     min_bytes: int = 0  # smallest window in which the model can stream; 0: it does not stream
     preferred_offset_bytes: int = -1  # last arena offset: reuse keeps workers' views valid
     first_fence: int = -1
+    table: TableByRows | None = None  # group that may be copied last, after rows of it
     residency_id: OpId = NO_OP_ID
     computed_op_id: OpId = NO_OP_ID  # residency id of the last copy that a finished run used
     users: int = 0  # number of dispatched tasks that read it

@@ -10,8 +10,8 @@ from fake_cuda.host_torch import TapeRecorder
 
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.devices.cuda.graphs import DeviceProgram, GraphBudget
-from pipeswitch.devices.cuda.indices import check_indices, index_limits
 from pipeswitch.programs.graphs.bundle import Graph, Node
+from pipeswitch.programs.graphs.indices import check_indices, index_limits
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
 from pipeswitch.programs.running.executor import GraphProgram
