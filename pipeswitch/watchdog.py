@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import logging
 import os
 import socket
@@ -135,7 +136,12 @@ class LoopWatchdog:
 
     def _call(self) -> tuple[FrameType, str] | None:
         """Return the policy call that the watched thread has not finished, or None."""
-        return policy_call(sys._current_frames().get(self._watched))
+        was_enabled = gc.isenabled()
+        gc.disable()  # CPython 3.11: a collection within the next call may wait for itself
+        frames = sys._current_frames()
+        if was_enabled:
+            gc.enable()
+        return policy_call(frames.get(self._watched))
 
     def _place(self) -> object:
         return self._turns

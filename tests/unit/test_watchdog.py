@@ -7,6 +7,7 @@ import contextlib
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,6 +99,31 @@ def test_a_loop_that_hangs_is_ended_with_the_stacks_of_all_threads(tmp_path: Pat
     text = (tmp_path / "log").read_text()
     assert "scheduler=hung" in text
     assert "test_a_loop_that_hangs" in text
+
+
+COLLECTED = """
+import gc, threading
+from pipeswitch.watchdog import LoopWatchdog
+watchdog, may_end = LoopWatchdog(1.0, ()), threading.Event()
+for _ in range(20):
+    threading.Thread(target=may_end.wait).start()
+gc.disable()
+gc.collect()
+for _ in range(1000):  # garbage whose end takes the interpreter's lock on its threads
+    circle = [threading.local()]
+    circle.append(circle)
+    circle[0].circle = circle
+gc.set_threshold(gc.get_count()[0] + 10, 1, 1)
+gc.enable()
+watchdog._call()
+assert gc.isenabled()
+may_end.set()
+"""
+
+
+def test_a_collection_of_garbage_does_not_hang_the_watchdog() -> None:
+    command = [sys.executable, "-c", COLLECTED]
+    assert subprocess.run(command, check=False, timeout=60).returncode == 0
 
 
 def test_a_loop_that_turns_now_and_then_is_left_alone() -> None:
