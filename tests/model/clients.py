@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, Final
 
 import msgspec
@@ -27,6 +28,13 @@ JOB: Final = JOBS[0]
 # Tokens of messages: requests have 1, 2, …; OTHER: the second job's; REGISTER: all registrations'.
 TRAIN, WAIT, PAUSE, RESUME, PIN, MOVE, OTHER, REGISTER = 101, 102, 103, 104, 105, 106, 107, 200
 DEADLINE_MS: Final = 1000.0  # expires before a worker counts as hung, after a grace period
+
+
+VALUES: Final = (
+    *("asked", "is_trained", "is_paused", "pauses", "cancels", "hints", "drains", "pins", "moves"),
+    *("deadlines", "cancelled", "drained", "turns", "waits", "last", "parking", "parked", "parks"),
+)  # attributes that are frozen as they are
+_values: Final = attrgetter(*VALUES)
 
 
 class Generations(SimulatedGenerations):
@@ -94,52 +102,12 @@ class Clients(SimulatedClients):
         return token
 
     def freeze(self) -> Any:
-        return (
-            tuple(sorted(self.open)),
-            self.asked,
-            self.is_trained,
-            self.is_paused,
-            self.pauses,
-            self.cancels,
-            self.hints,
-            self.drains,
-            self.pins,
-            self.moves,
-            self.deadlines,
-            self.cancelled,
-            self.drained,
-            self.turns,
-            self.waits,
-            self.last,
-            self.parking,
-            self.parked,
-            self.parks,
-            tuple(sorted(self.left.items())),
-        )
+        left = tuple(sorted(self.left.items()))
+        return tuple(sorted(self.open)), *_values(self), left
 
     def thaw(self, frozen: Any) -> None:
-        (
-            still_open,
-            self.asked,
-            self.is_trained,
-            self.is_paused,
-            self.pauses,
-            self.cancels,
-            self.hints,
-            self.drains,
-            self.pins,
-            self.moves,
-            self.deadlines,
-            self.cancelled,
-            self.drained,
-            self.turns,
-            self.waits,
-            self.last,
-            self.parking,
-            self.parked,
-            self.parks,
-            to_come,
-        ) = frozen
+        still_open, *values, to_come = frozen
+        vars(self).update(zip(VALUES, values, strict=True))
         self.left = dict(to_come)
         self.open = set(still_open)
 
