@@ -278,7 +278,12 @@ class _Groups:
             self._view.show_landing(self._landings[index], group.size_bytes)
         else:
             self._view.show(group.offset_bytes + group.size_bytes)
-        reach("worker.infer.group")
+        self._begin()
+
+    def _begin(self) -> None:
+        """Record the beginning of a group."""
+        if failpoints.is_on:
+            reach("worker.infer.group")
         self.begins_ms.append(now_ms())
 
     def end(self) -> None:
@@ -318,8 +323,7 @@ class _GroupsByRows(_Groups):
             self.ends_ms.append(now_ms())
         if self._table is None or index != self._table.group:
             self._await(index)
-        reach("worker.infer.group")
-        self.begins_ms.append(now_ms())
+        self._begin()
 
     def _await(self, index: int) -> None:
         self.stall_ms += self._view.wait_group(self._first_word + index, self._epoch)
