@@ -1,10 +1,10 @@
 """Stage ``link``: how fast the bytes of a model reach the GPU in 50 groups.
 
 The arms differ in the host's memory (a registered memfd, as the store is, or the driver's own) and
-in what follows each group: nothing, a fence that the copying stream writes, or a fence set by the
-memory daemon's own code, which a second stream writes behind an event, or which is copied. All arms
-take turns, first on an idle GPU, then while another process computes. The best one should reach the
-link's speed. If it is not the second stream, ``[device] words`` has the wrong default (ADR 12).
+in what follows each group: nothing, a fence that the copying stream writes, or one set by the
+daemon's own code: written by a second stream behind an event, or copied. All arms take turns, first
+on an idle GPU, then while another process computes. The best should reach the link's speed. If
+copied fences beat the second stream, ``[device] words`` has the wrong default (ADR 12).
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class LoopWatchdog:
     def _call(self) -> tuple[FrameType, str] | None:
         """Return the policy call that the watched thread has not finished, or None."""
         was_enabled = gc.isenabled()
-        gc.disable()  # CPython 3.11: a collection within the next call may wait for itself
+        gc.disable()  # CPython 3.11: a collection within the next call may deadlock
         frames = sys._current_frames()
         if was_enabled:
             gc.enable()

@@ -205,8 +205,8 @@ class CommitArea:
                 last.atexit = False
 
     def prepare(self, size_bytes: int) -> None:
-        """Allocate and map the idle slot for a next commit of this size, which then need not wait
-        for that. If memory is short, that commit says so."""
+        """Allocate and map the idle slot, so that a next commit of this size need not wait. If
+        memory is short, that commit fails."""
         slot = (self._words[_SEQUENCE_WORD] + 1) % SLOT_COUNT
         if size_bytes > self._reserved_bytes[slot]:
             with contextlib.suppress(OSError):

@@ -63,8 +63,8 @@ class HelperEffects(Protocol):
 
 
 def with_rows(group: GroupCopy, memory: memoryview) -> GroupCopy:
-    """Return a copy of rows with their numbers, which are in the request pool."""
-    rows = {0}  # zeros fill a padded batch
+    """Return the order to copy rows, with their numbers from the pool."""
+    rows = {0}  # padding looks up row 0
     for slab in group.indices:
         numbers = memory[slab.offset_bytes :][: slab.size_bytes]
         rows.update(np.frombuffer(numbers, slab.dtype).tolist())

@@ -235,14 +235,14 @@ class WorkerDevice(SliceAccess):
     def show_landing(self, offset_bytes: int, size_bytes: int) -> None:
         """Open a group of a streamed model, or of a run by rows, wherever it is in the region.
 
-        The daemon has filled the units of 2 MiB that it touches.
+        The daemon has filled all its units of 2 MiB.
         """
 
     def table_of(
         self, spec: TensorSpec, region_offset_bytes: int, rows: torch.Tensor
     ) -> torch.Tensor | None:
         """Return a private copy of a table that has only these rows, which have arrived; None: the
-        table may be read in its place, although its other rows have not arrived."""
+        table may be read where it is, although other rows have not arrived."""
         return None
 
     def leave(self) -> None:
@@ -288,8 +288,8 @@ class WorkerDevice(SliceAccess):
         return False
 
     def improve(self, program: BoundProgram, *more: Shapes) -> tuple[Shapes, ...]:
-        """Make runs with the inputs of earlier runs, and with ``more``, faster; return which ones
-        are. May block, so call it when idle."""
+        """Make runs at earlier runs' shapes, and at ``more``, faster; return the faster shapes.
+        May block, so call it when idle."""
         return ()
 
     def trim(self) -> None:

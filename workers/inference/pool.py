@@ -77,7 +77,7 @@ class MappedPool:
         flat[at:].zero_()
 
     def extend(self, slab: SlabTensor, rows: torch.Tensor) -> None:
-        """Write rows of any device after a tensor in pieces; they are valid when the run ends."""
+        """Append rows, on any device, to a tensor in pieces; valid when the run ends."""
         flat, at = rows.contiguous().view(torch.uint8).view(-1), 0
         for start, size in slab.places(slab.size_bytes, len(flat)):
             self._bytes[start : start + size] = flat[at : at + size]

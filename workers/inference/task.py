@@ -330,9 +330,9 @@ class _GroupsByRows(_Groups):
         self._view.show_landing(self._groups[index].offset_bytes, self._groups[index].size_bytes)
 
     def _read_rows(self, table: TableByRows) -> bool:
-        """Wait for the rows; return False if all of the table is needed."""
+        """Wait for the rows; return False if one does not exist."""
         slabs = [run.inputs[table.index_input] for run in self._message.runs]
-        zero = torch.zeros(1, dtype=torch.int64)  # zeros fill a padded batch
+        zero = torch.zeros(1, dtype=torch.int64)  # padding looks up row 0
         rows = torch.cat([zero, *[self._pool.own(slab).view(-1).long() for slab in slabs]])
         if int(rows.min()) < 0 or int(rows.max()) >= table.rows:
             return False  # the operator refuses such rows

@@ -218,7 +218,7 @@ class CpuDeviceMemory(DeviceMemory):
     def _bring_rows(
         self, order: TransmitModel, index: int, copied: list[int], cancelled: threading.Event
     ) -> int:
-        """Copy rows of a table, and its parts of units that it shares with other groups."""
+        """Copy rows of a table, and its ends in units that are shared with other groups."""
         group = order.groups[index]
         start, end = group.arena_offset_bytes, group.arena_offset_bytes + group.size_bytes
         first, last = aligned(start, UNIT_BYTES) - start, end % UNIT_BYTES

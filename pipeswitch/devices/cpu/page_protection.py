@@ -132,7 +132,7 @@ class ProtectedMapping:
         self.close()
 
     def hidden_bytes(self) -> ctypes.Array[ctypes.c_char]:
-        """Return the hidden mapping, for our own code: no kernel may get these addresses."""
+        """Return the hidden mapping, for our own code: never pass it to models."""
         return (ctypes.c_char * self.size_bytes).from_address(self._hidden)
 
     def populate(self, offset_bytes: int, size_bytes: int) -> None:

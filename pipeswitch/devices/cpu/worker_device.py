@@ -167,7 +167,7 @@ class CpuWorkerDevice(WorkerDevice):
 
         from ...programs.running.tensor_views import bytes_over, tensor_over
 
-        memory = bytes_over(mmap.mmap(-1, spec.size_bytes))  # shared: no limit on data counts it
+        memory = bytes_over(mmap.mmap(-1, spec.size_bytes))  # shared, so RLIMIT_DATA does not count
         table = tensor_over(memory, replace(spec, offset_bytes=0), 0)
         hidden = tensor_over(bytes_over(self._window.hidden_bytes()), spec, region_offset_bytes)
         table.view(torch.uint8)[rows] = hidden.view(torch.uint8)[rows]

@@ -1,8 +1,8 @@
 """Writer of fences, which follow their groups on the device without delaying the next copy.
 
-``write``: a second stream waits for an event behind the group, then writes. A write on the copy
-stream would delay the next copy: it waits for this process's turn to compute. ``copy``: a 4-byte
-copy follows the group; CUDA does not promise this order to other processes.
+``write``: a second stream waits for an event behind the group, then writes. On the copy stream
+it would delay the next copy, probably until the GPU schedules this process. ``copy``: a 4-byte copy
+follows the group; CUDA does not promise this order to other processes.
 """
 
 from __future__ import annotations

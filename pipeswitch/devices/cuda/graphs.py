@@ -37,7 +37,7 @@ IMPROVE_S: Final = 1.0  # meanwhile this worker takes no request
 GRAPH_BYTES: Final = 256 << 10  # the driver's memory of a graph: 34 took 4 to 8 MB on an H200
 
 Then = Callable[[list[torch.Tensor]], list[torch.Tensor]]
-Step = tuple[Sequence[torch.Tensor], Then | None]  # inputs that are used where they are, and then
+Step = tuple[Sequence[torch.Tensor], Then | None]  # inputs used where they are, and ``then``
 
 
 class GraphBudget:
@@ -109,9 +109,9 @@ class DeviceProgram:
 
         The inputs must stay unchanged until it has run. The next replay overwrites the outputs.
 
-        With ``then``, the inputs are on this device and in range, and this returns the result of
-        ``then`` for the outputs, which depends on nothing else but the inputs, and may change
-        them. One graph contains all that, so its replay waits for all groups.
+        With ``then``, the inputs are on this device and in range, and its result is returned. It
+        reads only outputs and inputs, and may change the inputs. One graph contains all that, so
+        its replay waits for all groups.
 
         Raises:
             InvalidInput: an index is out of its table's range; nothing was enqueued.
@@ -146,7 +146,7 @@ class DeviceProgram:
 
     def improve(self, *more: Shapes) -> tuple[Shapes, ...]:
         """Capture shapes that ran eagerly, here or (``more``) with other weights, newest first;
-        return those that are graphs now, and could be in other processes. Block for up to
+        return those captured that other processes can capture, too. Block for up to
         ``IMPROVE_S`` and one capture.
 
         Call it inside ``CudaTorch.computing(in_slice=False)``, because torch cannot capture into
@@ -195,7 +195,8 @@ class DeviceProgram:
         """Capture graphs; return them with their cost in bytes.
 
         The cost is torch's reserved bytes plus the driver's, which are capped, because other
-        processes allocate at the same time. A graph costs some bytes, so their number is limited.
+        processes allocate at the same time. Each counts ``GRAPH_BYTES`` or more:
+        this limits their number.
         """
         free, reserved = recorder.memory_bytes()
         (inputs, then), end, outputs = step, len(self.manifest.groups), list[torch.Tensor]()

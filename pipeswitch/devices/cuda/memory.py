@@ -351,7 +351,7 @@ class _Flight:
         self.enqueued_bytes += size_bytes
 
     def land_all(self, *, have_run: bool = False) -> None:
-        """Wait until all chunks have arrived and all fences are written, if they have not yet."""
+        """Wait until all chunks have arrived and all fences are written, if not ``have_run``."""
         while self._marks:
             self._land_oldest(has_run=have_run)
         if not have_run:
@@ -370,8 +370,8 @@ class _Flight:
 
 
 def chunks(group: GroupCopy) -> Iterator[tuple[int, int]]:
-    """Yield (offset in the group, bytes) of each copy; at last (its size, 0) if the group is empty
-    or rows. No copy crosses a pinned piece's end."""
+    """Yield (offset in the group, bytes) of each copy; rows and empty groups end with (group's
+    size, 0). No copy crosses a pinned piece's end."""
     for done, left in group.pieces():
         while left:
             source = group.store_offset_bytes + done

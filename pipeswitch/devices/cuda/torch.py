@@ -154,7 +154,7 @@ class CudaTorch:
     def empty_cache(self) -> None:
         """Free memory outside of the slice that no tensor uses; blocks until enqueued work has run.
 
-        Torch does not free the segments of the slice's pool, which has an owner.
+        Torch keeps the segments of the slice's pool while the pool exists.
         """
         torch.cuda.empty_cache()
 

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 ENDING_S: Final = 5.0  # limit for queued work to end; it hangs on a fence that is never set
 LOOK_S: Final = 0.001
-SHORT_BYTES: Final = 2 << 30  # then idle workers empty their caches: each may fill the device
+SHORT_BYTES: Final = 2 << 30  # below this, idle workers empty caches, which may fill the device
 
 
 class CudaWorkerDevice(WorkerDevice):

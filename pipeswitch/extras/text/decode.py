@@ -65,8 +65,8 @@ class KVBatchCache:
         self.let_go()
 
     def numbers(self, count: int) -> torch.Tensor:
-        """Return a step's numbers [4, count], always at the same address: for each sequence its
-        index, id, count of ids, and count of used rows."""
+        """Return a step's numbers [4, count], at one address until more sequences come: each one's
+        row, token, count of tokens, and used rows."""
         if self._numbers.shape[1] < count:
             columns = aligned(count, ROWS_STEP)
             self._numbers = torch.empty(4, columns, dtype=torch.int64, device=self.device)
@@ -109,8 +109,8 @@ class KVBatchCache:
             row = lie.get(one)
             if row is None:
                 row = free.pop(0)
-                pool.gather(value, self._rows[row])  # blocks, on a GPU from pinned memory
-                self._rows[row, -1, -1].item()  # else its compute stream could overtake the zeros
+                pool.gather(value, self._rows[row])  # waits; a GPU copies from pinned memory
+                self._rows[row, -1, -1].item()  # else a GPU's compute stream may overtake zeros
             order.append(row)
         self.known[:count] = [None] * count  # set again if the run succeeds
         return order, self._rows[:count, :extent]
@@ -165,8 +165,8 @@ class DecodeRunner:
         """Return the maximum number of steps of a run; 0: one step whose cache is not kept.
 
         A prompt is computed as a single step. The first step of a model in this process is single,
-        too, because its duration is not known yet. Timed groups run one by one. A GPU must not
-        look up a token that is not in the model's table.
+        too, because its duration is not known yet. So is a timed run, and
+        on a GPU one whose vocabulary exceeds the model's table.
         """
         runs, manifest = message.runs, bound.manifest
         sampling_params = [one.sampling_params for one in runs if one.sampling_params is not None]
@@ -290,8 +290,8 @@ class DecodeRun:
     ) -> list[torch.Tensor]:
         """Keep a step's new rows, and change its inputs to those of the next step.
 
-        Return the outputs, and each row's largest logit and the first of its tokens, as float64
-        [2, rows]; on the host, where numpy finds them in a tenth of torch's time, without rows.
+        Return the outputs and, as float64 [2, rows], each row's largest logit and its first token;
+        [2, 0] on the host, where numpy finds them in a tenth of torch's time.
         """
         logits, rows = self._named(outputs)
         if self.most:

@@ -1,10 +1,10 @@
 """Request pool: shared memory with the inputs and the replies of requests.
 
 The pool is one sealed memfd, mapped here and by every worker (``workers/inference/pool.py``). A
-payload is copied into it once or, if it is large and comes from another machine, received into it.
-A large reply is sent from it. An accepted inference holds a
-``PoolAllocation``: a slab with its inputs, freed when its answer is known, and a slab for its
-reply, freed when the reply has left. All sessions of a caller use one share of the pool.
+payload is copied into it once or, if it is large and comes inline (TCP), received into it. A large
+reply is sent from it. An accepted inference holds a ``PoolAllocation``: a slab with its inputs,
+freed when its answer is known, and a slab for its reply, freed when the reply has left. All
+sessions of a caller use one share of the pool.
 
 Owned by the frontend and used by its thread alone, except ``fill``.
 """
@@ -168,7 +168,7 @@ class RequestPool:
     def lent_for(
         self, inputs: Sequence[CheckedInput], tensors: Sequence[Any], holder: str, tenant: str
     ) -> LentSlab | None:
-        """Return the slab into which a request's inputs were received, in the model's order."""
+        """Return the slab into which inputs were received, if in the model's order."""
         lent = getattr(tensors[0], "obj", None) if tensors else None
         if not isinstance(lent, LentSlab) or lent.owner != (holder, tenant):
             return None

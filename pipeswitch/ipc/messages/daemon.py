@@ -63,7 +63,7 @@ class GroupCopy(Message, frozen=True):
     size_bytes: int
     fence: int  # index of its uint32 fence
     row_bytes: int = 0
-    indices: tuple[SlabTensor, ...] = ()  # the controller reads the rows from there
+    indices: tuple[SlabTensor, ...] = ()  # the controller reads ``rows`` from there
     rows: tuple[int, ...] = ()  # ascending
 
     def pieces(self) -> Iterator[tuple[int, int]]:

@@ -27,7 +27,7 @@ class TableByRows(NamedTuple):
     group: int
     index_input: int  # index of that input
     rows: int
-    before: int  # the next group that reads the table; the number of groups: none
+    before: int  # the next group that reads the table, or the group count
 
 
 def layer_bytes(manifest: Manifest) -> tuple[int, ...]:
@@ -101,7 +101,7 @@ def last_groups(manifest: Manifest) -> tuple[int, ...]:
 
 
 def table_by_rows(manifest: Manifest) -> TableByRows | None:
-    """Return the largest table that may be copied behind the group that looks rows of it up."""
+    """Return the largest table that may be copied after the group that reads its rows."""
     ends, tables = [group.end_node for group in manifest.groups], list[TableByRows]()
     groups = {group.tensors: index for index, group in enumerate(manifest.groups)}
     for one in manifest.lookups:

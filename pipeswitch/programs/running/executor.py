@@ -283,7 +283,7 @@ class BoundGraph:
         self._once: dict[int, tuple[torch.Tensor, ...]] = {}  # group -> arguments of its next call
 
     def replace_once(self, group: int, weight: int, tensor: torch.Tensor) -> None:
-        """Let the group that runs next read ``tensor`` instead of a weight."""
+        """Let the group's next run read ``tensor`` instead of a weight."""
         used = self._compiled.group_weights[group]
         self._once[group] = tuple([tensor if i == weight else self._weights[i] for i in used])
 

@@ -12,7 +12,7 @@ from ..state.states import WORKER_FREE, WORKER_LEAVES, ModelState, WorkerEvent, 
 from ..training.training import MAX_IN_PLACE
 
 MIN_TO_KEEP_ONE_UNBOUND = 3  # with fewer workers, two alternating tenants would lose theirs
-MOST_GRAPHS = 32  # models and shapes whose graphs a worker captures after another one
+MOST_GRAPHS = 32  # pairs (model, shapes) that a worker captures or has captured
 MAX_DOUBLINGS = 3  # doublings of the restart delay: 8 s with the default of 1 s
 
 

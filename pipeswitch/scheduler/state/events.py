@@ -322,7 +322,7 @@ class RaiseTurn(_Message, frozen=True):
 
 
 class Interrupt(_Message, frozen=True):
-    """Write the worker's stop word, and open its stream (ADR 14).
+    """Write the worker's stop word, and release its stream (ADR 14).
     A streamed model's pass then yields between two groups, or a multi-step run ends early. A script
     that keeps the interpreter's lock while its queue is held can answer its stop."""
 

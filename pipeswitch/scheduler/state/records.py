@@ -155,7 +155,7 @@ class Transfer:
     is_prefetch: bool = False  # copied only because of a hint: may be cancelled
     retry_at_ms: float = 0.0  # earliest retry after a failed copy
     order: tuple[int, ...] = ()  # groups in the order of their copies; below 0: rows
-    by_rows: tuple[Run, ...] = ()  # the runs whose rows are copied first; empty: it has ended
+    by_rows: tuple[Run, ...] = ()  # the runs whose rows are copied first, until the copy ends
 
 
 @dataclass

@@ -24,7 +24,7 @@ MAX_HELD: Final = 128  # end tokens of a model and of a request
 MAX_UNTIL: Final = 1 << 40  # longer than any context
 MAX_SCHEMA_CHARS: Final = 8 << 10  # the message of each step contains the schema
 MAX_LOGPROBS: Final = 20  # OpenAI's limit
-BLOCK: Final = 64  # values of which the largest is compared first
+BLOCK: Final = 64  # values a block; blocks' maxima are compared first
 NO_TOKENS: Final[Mapping[int, int]] = {}
 
 Chance = tuple[float, tuple[tuple[int, float], ...]]
@@ -176,7 +176,7 @@ def next_token(
         raise InvalidInput(f"its largest logit at position {position} is {logits[best]}")
     if sampling.temperature == 0.0:
         return best
-    # Changed in place: a new array costs more than its values. ``adjusted`` made one.
+    # In place: allocating costs more than computing. ``adjusted`` made a copy.
     weights = logits.astype(np.float64, copy=sampling.options is None)
     with np.errstate(over="ignore"):  # -inf is the right result for a tiny temperature
         weights -= float(logits[best])
@@ -223,7 +223,7 @@ def _top_filter(weights: NDArray[np.float64], top_p: float) -> NDArray[np.intp]:
 
 
 def _nth_largest(values: NDArray[np.float64], n: int) -> float:
-    """Return the n-th largest value. It is among those as large as the n-th largest of blocks."""
+    """Return the n-th largest value. It is at least the n-th largest of the blocks' maxima."""
     largest = values[: len(values) // BLOCK * BLOCK].reshape(-1, BLOCK).max(1)
     if n <= len(largest):
         values = values[values >= np.partition(largest, -n)[-n]]
