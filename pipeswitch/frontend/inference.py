@@ -41,6 +41,7 @@ from .transport.clients import Session
 from .transport.connection_manager import ClientConnection
 
 INLINE_COPY_BYTES: Final = 1 << 20  # copied in 0.1 ms, as long as two thread switches take
+FIELDS_OF_COPIES: Final = frozenset({"sequence", "tenant", "version"})  # of a request's body
 
 
 class IncomingRequest(msgspec.Struct, kw_only=True, eq=False):
@@ -245,20 +246,20 @@ class Inference:
     ) -> memoryview | None:
         """Return pool memory for the tensors of a large request that begins to arrive.
 
-        None: they are received elsewhere, and then copied if the request is accepted. For less
-        than INLINE_COPY_BYTES that takes no longer.
+        None: they are received elsewhere, and then copied if the request is accepted: for less
+        than INLINE_COPY_BYTES, which takes no longer, and for another layout, caller or version.
         """
         client, model = peer.client, None
         if size_bytes <= INLINE_COPY_BYTES:
             return None
         with contextlib.suppress(RemoteProtocolError):  # it is refused when it has arrived
             header = decode_request(frames)
-            if header.op == "infer" and "sequence" not in header.body:
+            if header.op == "infer" and not FIELDS_OF_COPIES & {*header.body}:
                 name = self.models.aliases.get(header.model, header.model)
                 model = self.models.current.get(name)
         if client is None or model is None or model.composite is not None:
             return None
-        if Role.INFER not in client.principal.roles:
+        if not (Role.INFER in client.principal.roles and _is_in_order(header, model)):
             return None
         lent = self._pool.lend(client.principal.tenant, size_bytes, model.tenant)
         if lent is not None:
@@ -352,3 +353,10 @@ class Inference:
         run = replace(event.run, inputs=answer.outputs)
         self.take(replace(event, is_computed=True, run=run))
         return None
+
+
+def _is_in_order(header: RequestHeader, model: ModelAvailable) -> bool:
+    """Return True if a request's tensors have the order of the model's inputs."""
+    names, wanted = [[one.name for one in each] for each in (header.inputs, model.manifest.inputs)]
+    in_order = [one.frame for one in header.inputs] == [*range(len(wanted))]
+    return in_order and model.wrapper is None and (names == wanted or not any(names))

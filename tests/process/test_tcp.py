@@ -264,23 +264,28 @@ def test_a_large_payload_is_received_into_the_pool(server: FakeScheduler) -> Non
     until(lambda: server.tcp.pool.is_empty)
 
 
-@pytest.mark.parametrize("what", ["leaves", "shape", "put", "model", "sequence", "no session"])
+@pytest.mark.parametrize(
+    "what", ["leaves", "shape", "put", "model", "sequence", "version", "order", "no session"]
+)
 def test_pool_memory_of_what_is_no_request_is_freed(server: FakeScheduler, what: str) -> None:
     """A message that is cut off, or is refused when it has arrived, keeps no slab."""
     server.announce("wide", width=WIDTH)
     lent, lend = [], server.tcp.pool.lend
     server.tcp.pool.lend = lambda *all: lent.append(lend(*all)) or lent[-1]
     with raw_peer(server.listeners.tcp.address) as sock:
-        session = "" if what == "no session" else ask(sock, op="hello").session
         shape = (2, WIDTH) if what == "shape" else (1, WIDTH)
         header: dict[str, Any] = {
             "v": frames.VERSION,
             "id": "1",
             "op": "put" if what == "put" else "infer",
             "model": "narrow" if what == "model" else "wide",
-            "session": session,
-            "inputs": (frames.WireTensor(name="x", dtype="float32", shape=shape, frame=0),),
-            "body": {"sequence": "s"} if what == "sequence" else {},
+            "session": "" if what == "no session" else ask(sock, op="hello").session,
+            "inputs": (
+                frames.WireTensor(
+                    name="z" if what == "order" else "x", dtype="float32", shape=shape, frame=0
+                ),
+            ),
+            "body": {what: "s"} if what in ("sequence", "version") else {},
         }
         head = frames.encode_header(frames.RequestHeader(**header))
         size = WIDTH * 4

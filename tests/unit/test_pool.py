@@ -247,6 +247,7 @@ def test_any_sequence_keeps_shares_and_slabs_and_ends_empty(
         pool.release_reply(allocation)
     pool.check()
     assert pool.is_empty
+    assert not pool._lent_bytes
     pool.close()
 
 
@@ -261,5 +262,8 @@ def test_a_slab_that_was_lent_to_another_holder_is_not_used(pool: RequestPool) -
     assert pool.lent_for([one], [lent], "a", "") is None
     assert pool.lent_for([one], [lent], "owner", "b") is None
     assert pool.lent_for([one], [bytes(PAGE)], "owner", "") is None
-    del lent
+    more = [pool.lend(f"{n}", 4 * PAGE, "") for n in range(2)]
+    assert [each is not None for each in more] == [True, False]  # at most half of 16 pages
+    del lent, more
     assert pool.is_empty
+    assert not pool._lent_bytes

@@ -150,7 +150,7 @@ class CpuWorkerDevice(WorkerDevice):
         start, region_end, *_ = self._entered
         check_range("landing", offset_bytes, size_bytes, region_end - start)
         first, size = start + offset_bytes, page_protection.UNIT_BYTES
-        for unit in range(first // size * size, first + size_bytes, size):
+        for unit in range(first // size * size if size_bytes else first, first + size_bytes, size):
             if unit not in self._landed:
                 end = min(unit + size, aligned(region_end, mmap.PAGESIZE))
                 if self._is_one_tenants:

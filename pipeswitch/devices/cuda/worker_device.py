@@ -129,8 +129,11 @@ class CudaWorkerDevice(WorkerDevice):
         with self._side.computing(in_slice=False):
             return program.improve(*more) if isinstance(program, DeviceProgram) else ()
 
+    def has_room(self, size_bytes: int) -> bool:
+        return self._cuda.memory_info()[0] >= size_bytes + SHORT_BYTES
+
     def trim(self) -> None:
-        if self._cuda.memory_info()[0] < SHORT_BYTES:
+        if not self.has_room(0):
             self._side.empty_cache()
 
     def drop(self, program: BoundProgram) -> None:

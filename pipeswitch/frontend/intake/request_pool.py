@@ -111,6 +111,7 @@ class RequestPool:
         self._files = {"": _File(descriptor)}
         self._slabs = SlabPool(len(self.memory))
         self._shares = FairQuota(self._slabs.capacity_bytes)
+        self._lent_bytes = 0
         self.share_bytes = max(self._shares.left(""), 1)  # share of a caller that is alone
         self.on_release: Callable[[], None] | None = None  # set while requests wait for memory
         self.give_up: Callable[[], bool] = lambda: False  # evicts a cached block, if there is one
@@ -140,17 +141,18 @@ class RequestPool:
     def lend(self, holder: str, size_bytes: int, tenant: str) -> memoryview | None:
         """Return memory of a tenant's file for inputs that begin to arrive.
 
-        None: there is little room, so they are received elsewhere and copied. A slow sender holds
-        the slab for long, so half of the free bytes stay for others.
+        None: there is little room, so they are received elsewhere and copied. Slow senders hold
+        slabs for long, so half of what is free without these stays for others.
         """
         counted_bytes = _paged(size_bytes)
-        limit_bytes = min(self._shares.left(holder), self._slabs.free_bytes // 2)
+        limit_bytes = (self._slabs.free_bytes + self._lent_bytes) // 2 - self._lent_bytes
         file = self._files.get(tenant)
-        if file is None or counted_bytes > limit_bytes:
+        if file is None or counted_bytes > min(self._shares.left(holder), limit_bytes):
             return None
         if (offset := self._slabs.take(size_bytes)) is None:
             return None
         self._shares.add(holder, counted_bytes)
+        self._lent_bytes += counted_bytes
         if self._file_of is not None:
             file.slabs.keep(offset, counted_bytes)
         lent = file.bytes[offset : offset + size_bytes].view(LentSlab)
@@ -161,6 +163,7 @@ class RequestPool:
         return lent.data
 
     def _free_lent(self, holder: str, offset_bytes: int, tenant: str) -> None:
+        self._lent_bytes -= self._slabs.size_of(offset_bytes)
         self.free_block(holder, offset_bytes, 0, tenant)
         if self.on_release is not None:
             self.on_release()
@@ -206,6 +209,7 @@ class RequestPool:
         if lent is not None and lent.end.detach():
             slabs.append(lent.offset_bytes)
             counted_bytes += self._slabs.size_of(lent.offset_bytes)
+            self._lent_bytes -= self._slabs.size_of(lent.offset_bytes)
         return PoolAllocation(
             holder=holder,
             held_bytes=input_bytes + reply_bytes,

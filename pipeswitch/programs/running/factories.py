@@ -75,14 +75,18 @@ def import_as_built(source: str, code: Mapping[str, str]) -> None:
         RegistrationRefused: the code has changed since the build.
     """
     if any(_imported.get(name, digest) != digest for name, digest in code.items()):
-        _forget(code)
+        _forget({**code, **_imported})
     try:
         factory(source)
+    except BaseException:  # a module that others use, too, may be another one then
+        _forget(code if _imported.keys().isdisjoint(code) else {**code, **_imported})
+        raise
+    try:
         for name, digest in code.items():
             if _imported.get(name) != digest:
                 _import_file(source, name, digest)
     except BaseException:
-        _forget(code)  # a file may have changed between its import and its check
+        _forget({**code, **_imported})  # a file may have changed between import and check
         raise
 
 
@@ -103,10 +107,9 @@ def _import_file(source: str, name: str, digest: str) -> None:
 
 
 def _forget(code: Mapping[str, str]) -> None:
-    """Unload the modules of ``code``, and all others that were imported here."""
-    for name in {*_imported, *code}:
+    for name in code:
         sys.modules.pop(name, None)
-    _imported.clear()
+        _imported.pop(name, None)
     importlib.invalidate_caches()
 
 

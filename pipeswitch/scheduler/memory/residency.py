@@ -160,12 +160,12 @@ class Residents:
         is_long = count > min(MAX_ROWS, table.size_bytes // ROW_COST_BYTES)
         if is_long or any(one.pieces for one in indices):
             return []
-        offset_bytes = manifest.groups[table.group].offset_bytes
+        group = manifest.groups[table.group]
         return [
             GroupCopy(
-                store_offset_bytes=replica.model.store_offset_bytes + offset_bytes,
-                arena_offset_bytes=replica.preferred_offset_bytes + offset_bytes,
-                size_bytes=table.size_bytes,
+                store_offset_bytes=replica.model.store_offset_bytes + group.offset_bytes,
+                arena_offset_bytes=replica.preferred_offset_bytes + group.offset_bytes,
+                size_bytes=group.size_bytes,  # with padding, which the daemon also fills
                 fence=replica.first_fence + len(manifest.groups),
                 row_bytes=table.size_bytes // table.rows,
                 indices=indices,
