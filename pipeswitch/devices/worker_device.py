@@ -287,10 +287,6 @@ class WorkerDevice(SliceAccess):
         """Return True if ``improve`` would do something."""
         return False
 
-    def has_room(self, size_bytes: int) -> bool:
-        """Return True if this process may allocate so much for a run that nobody waits for."""
-        return True
-
     def improve(self, program: BoundProgram, *more: Shapes) -> tuple[Shapes, ...]:
         """Make runs at earlier runs' shapes, and at ``more``, faster; return the faster shapes.
         May block, so call it when idle."""

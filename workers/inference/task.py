@@ -106,8 +106,6 @@ class Programs:
         def zeros(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
             return torch.zeros(shape, dtype=getattr(torch, dtype), device=view.device)
 
-        if not view.has_room(program.manifest.total_bytes):
-            return
         try:
             with view.computing(None):
                 weights = zeros("uint8", (program.manifest.total_bytes,)).untyped_storage()

@@ -129,11 +129,8 @@ class CudaWorkerDevice(WorkerDevice):
         with self._side.computing(in_slice=False):
             return program.improve(*more) if isinstance(program, DeviceProgram) else ()
 
-    def has_room(self, size_bytes: int) -> bool:
-        return self._cuda.memory_info()[0] >= size_bytes + SHORT_BYTES
-
     def trim(self) -> None:
-        if not self.has_room(0):
+        if self._cuda.memory_info()[0] < SHORT_BYTES:
             self._side.empty_cache()
 
     def drop(self, program: BoundProgram) -> None:

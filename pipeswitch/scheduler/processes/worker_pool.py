@@ -228,7 +228,7 @@ class WorkerPool:
         """Record what a worker has captured; the others capture it when the device is idle."""
         for shapes in message.captured:
             for one in self._device.workers.values():
-                if one is worker or len(one.graphs) < MOST_GRAPHS:
+                if len(one.graphs) < MOST_GRAPHS:
                     key = message.model, shapes
                     one.graphs[key] = one is worker or one.graphs.get(key, False)
         self._core.dirty |= WORKERS
