@@ -357,6 +357,6 @@ class Inference:
 
 def _is_in_order(header: RequestHeader, model: ModelAvailable) -> bool:
     """Return True if a request's tensors have the order of the model's inputs."""
-    names, wanted = [[one.name for one in each] for each in (header.inputs, model.manifest.inputs)]
-    in_order = [one.frame for one in header.inputs] == [*range(len(wanted))]
-    return in_order and model.wrapper is None and (names == wanted or not any(names))
+    names, own = [[one.name for one in each] for each in (header.inputs, model.manifest.inputs)]
+    in_order = [one.frame for one in header.inputs] == [*range(len(own))]
+    return in_order and model.wrapper is None and (names == own or not any(names))
