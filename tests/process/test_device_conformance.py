@@ -945,6 +945,7 @@ def test_a_run_by_rows_reads_the_rows_and_its_kernels_reach_no_other_byte(cpu: C
 import torch
 view.enter({2 * MIB}, {10 * MIB + 6000}, -1, 1)
 view.show_landing(0, 1000); view.show_landing({end}, 5000)
+view.show_landing({4 * MIB + 512}, 0)  # an empty group
 spec = TensorSpec(name="t", dtype="int32", shape=(2304, 1024), offset_bytes=1000,
                   size_bytes={9 * MIB}, file_offset_bytes=0)
 table = view.table_of(spec, {2 * MIB}, torch.tensor({ROWS}))

@@ -27,9 +27,11 @@ ROWS, ROW_BYTES, END = 2048, 4096, 5  # a table of 8 MiB; the last node is END -
 
 def with_table(next_reader: int) -> Manifest:
     """Return a program of five groups of a tensor each; the second one is a table."""
-    manifest = manifest_of("digest m", (MIB, ROWS * ROW_BYTES, MIB, MIB, MIB), (0, 1, 2, 3, 4))
+    sizes = (MIB, ROWS * ROW_BYTES + 256, MIB, MIB, MIB)
+    manifest = manifest_of("digest m", sizes, (0, 1, 2, 3, 4))
     first, table, *others = manifest.tensors
-    table = structs.replace(table, shape=(ROWS, ROW_BYTES))
+    size = {"size_bytes": ROWS * ROW_BYTES}  # the group is padded
+    table = structs.replace(table, shape=(ROWS, ROW_BYTES), **size)
     changed = {"tensors": (first, table, *others), "lookups": (LookupSpec(1, 0, next_reader),)}
     return structs.replace(manifest, **changed)
 
