@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -95,6 +95,15 @@ def plain_model(family: str) -> Any:
             elif "sinks" in name:  # with smaller values, sinks would have no effect
                 parameter.fill_(2.0)
     return model
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Compute these tiny steps on one thread: on a busy machine two wait 80 times as long."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
 
 
 def prompt(length: int, first: int = 5) -> list[int]:
