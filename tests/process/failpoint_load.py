@@ -78,7 +78,11 @@ class Answer:
 
 
 class Lane:
-    """Client in its own thread, which sends requests over TCP and compares each answer's bits."""
+    """Client in its own thread, which sends requests over TCP and compares each answer's bits.
+
+    Args:
+        batches: inputs and outputs by model, or by ``model@version``.
+    """
 
     def __init__(self, stage: Stage, name: str, batches: Mapping[str, Any]) -> None:
         self._stage = stage
@@ -99,8 +103,10 @@ class Lane:
 
     @staticmethod
     def _ask(client: Client, model: str, x: Any, y: Any) -> str:
+        name, _, version = model.partition("@")
         try:
-            return "ok" if is_bit_equal(client.infer(model, x)["y"], y) else "wrong"
+            answer = client.infer(name, x, version=int(version or 0))
+            return "ok" if is_bit_equal(answer["y"], y) else "wrong"
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
