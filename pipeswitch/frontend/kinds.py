@@ -104,7 +104,7 @@ class KindContext:
 
 
 class Kinds:
-    """All kinds as one ``RunKind`` for the scheduler; each call goes to the request's own kind."""
+    """The scheduler's ``RunKind``: passes each of its calls on to the kind of that request."""
 
     def __init__(self, context: KindContext, inference: Inference) -> None:
         self.context, self._requests = context, inference.requests
