@@ -111,9 +111,10 @@ class DeviceEffects:
                 self._spawn_worker(target)
             case ev.Spawn(target):
                 self._spawn_daemon(target)
-            case ev.Interrupt(target, op_id):
+            case ev.Interrupt(target, op_id, turn):
                 self._share.control_page.write_stop(target.slot, op_id)
-                self._share.control_page.write_run(target.slot, True)
+                if turn in (0, self._share.control_page.turn):
+                    self._share.control_page.write_run(target.slot, True)
             case ev.TakeBack(target, op_id):
                 self._share.control_page.write_taken_back(target.slot, op_id)
                 ring(self._share.doorbells[target.slot])

@@ -146,7 +146,8 @@ class Tour:
         modules = {name: mlp(WIDTH, DEPTH, seed) for seed, name in enumerate(MODELS)}
         small, large = torch.linspace(-1, 1, WIDTH)[None], torch.randn(LARGE_BATCH, WIDTH)
         self._small = {name: (small, eager(module, small)) for name, module in modules.items()}
-        answered = eager(modules["a"], large)  # received into the pool; with a version, copied there
+        answered = eager(modules["a"], large)
+        # Received into the pool; with a version, copied there.
         self._large = {"a": (large, answered), "a@1": (large, answered)}
         for name, module in modules.items():
             self.client.register(name, module, example_inputs=(small,), max_batch=LARGE_BATCH)

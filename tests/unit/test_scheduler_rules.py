@@ -1083,7 +1083,7 @@ def test_the_stream_of_a_job_that_does_not_answer_a_stop_is_opened_once() -> Non
     rig.register("a")
     rig.infer("a")
     assert rig.scheduler.next_wakeup_ms() == 50.0
-    opened = [ev.Interrupt(rig.state.address(job.slot), job.op_id)]
+    opened = [ev.Interrupt(rig.state.address(job.slot), job.op_id, job.turn)]
     for at_ms, expected in ((49.0, []), (50.0, opened), (9999.0, [])):
         rig.tick(at_ms)
         assert rig.commands(ev.Interrupt) == expected

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fake_cuda import Stream, World
 
+from pipeswitch.controller.device_effects import DeviceEffects
 from pipeswitch.devices.cuda.bindings import Cuda
 from pipeswitch.devices.cuda.stream_gate import LOOKS_PER_GROUP, StreamGate
-from pipeswitch.ipc.control_page import BOARD_BYTES, MARKS, MAX_SLOTS, Board, sealed_memfd
+from pipeswitch.ipc.control_page import BOARD_BYTES, MARKS, MAX_SLOTS, RUN, Board, sealed_memfd
+from pipeswitch.ipc.messages.base import OpId, Slot, Turn
+from pipeswitch.scheduler.state import events as ev
 
 SLOT = 3
 
@@ -117,6 +122,19 @@ def test_a_stop_that_the_controller_had_to_help_holds_the_stream_again(script: S
     script.group()
     script.world.advance()
     assert (script.done, script.board.marks(SLOT)) == (0, (1, 0))
+
+
+@pytest.mark.parametrize(("now", "of_script"), [(7, 7), (8, 7), (8, 0)])
+def test_the_controller_opens_no_stream_that_has_stopped_in_time(now: int, of_script: int) -> None:
+    board, target = Board(sealed_memfd("page", BOARD_BYTES)), ev.Address("worker", 0, Slot(SLOT))
+    board.write_turn(now)  # 8: the script has passed its turn on
+    context: Any = SimpleNamespace(
+        shares=[SimpleNamespace(control_page=board)], memory=None, children=None, take=None
+    )
+    sizes: Any = None
+    interrupt = ev.Interrupt(target, OpId(5), Turn(of_script))
+    DeviceEffects(context, 0, sizes, "cuda:0").perform(interrupt)
+    assert (board.stop(SLOT), board._words[RUN + SLOT]) == (5, of_script in (0, now))
 
 
 def test_a_script_that_is_away_is_held_when_its_queue_is_empty(script: Script) -> None:

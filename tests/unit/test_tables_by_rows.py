@@ -19,6 +19,7 @@ from pipeswitch.ipc.messages.worker import RunInference
 from pipeswitch.programs.graphs.indices import lookups
 from pipeswitch.programs.interface.layout import LookupSpec, Manifest
 from pipeswitch.scheduler.memory.residency import ROW_COST_BYTES
+from pipeswitch.scheduler.state import events as ev
 from tests.unit.test_indices import LOOKUP, graph, v
 from tests.unit.test_scheduler_rules import MIB, Rig, received
 
@@ -94,6 +95,18 @@ def test_only_the_requests_whose_rows_were_copied_are_computed_by_rows() -> None
     rig.arrived("m")
     rig.worker_exits(rig.state.owner.running.slot)
     assert not any(one.by_rows for one in rig.sent(RunInference))
+
+
+def test_a_run_by_rows_does_not_prove_that_the_table_has_arrived() -> None:
+    """It may end before the table's copy does; the next request waits for the table."""
+    rig, replies = Tables(END, 3), []
+    for arrives in (False, True, False):
+        if arrives:
+            rig.arrived("m")
+        rig.done()
+        replies += rig.commands(ev.Reply)
+        rig.infer("m", inputs=(slab(3),))
+    assert [one.timing.resident for one in replies] == [False, False, True]
 
 
 def test_the_controller_reads_the_rows_that_exist_from_the_pool() -> None:

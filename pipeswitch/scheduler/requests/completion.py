@@ -70,7 +70,7 @@ class TaskCompletion:
             core.dirty |= MEASURED
         if len(requests) > 1:
             replica.model.failed_batches = 0
-        if not activation.streamed:
+        if not (activation.streamed or replica.transfer.by_rows):  # else a table may be missing
             replica.computed_op_id = activation.residency_id
         self._note_run(activation, replica, message, steps)
         core.counts["inferences"] += len(requests)

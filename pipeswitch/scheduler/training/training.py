@@ -270,7 +270,7 @@ class TrainingJobs:
             is_late = core.now_ms >= asked_at_ms + self._open_after_ms
             if is_late and job.timing.opened_for_ms != asked_at_ms and job.slot is not None:
                 job.timing.opened_for_ms = asked_at_ms
-                core.emit(Interrupt(self._device.address(job.slot), job.op_id))
+                core.emit(Interrupt(self._device.address(job.slot), job.op_id, job.turn))
             self._kill_after(job, asked_at_ms, settings.stop_grace_ms, "did not stop")
 
     def reported(self, job: Job) -> None:
