@@ -1,8 +1,9 @@
-"""Loader of a built program's tensors into the host store, verified by a digest.
+"""Loader of a built program's tensors into the host store, verified by digests.
 
 A model's image in the store has the layout of its region (``programs/interface/layout.py``):
-tensors at their offsets, zeros between and after them. So a layer group is one contiguous copy,
-and the image's digest also covers the padding that workers can read.
+tensors at their offsets, zeros between and after them. So a layer group is one contiguous copy.
+Two models share bytes if their manifests say so, and a client's builder writes a manifest: each
+tensor must match its own digest (ADR 68).
 """
 
 from __future__ import annotations
@@ -55,21 +56,21 @@ def load_model(directory: Path, image: memoryview) -> Manifest:
             _zero(image[position : tensor.offset_bytes])
             position = tensor.offset_bytes + tensor.size_bytes
             _read(descriptor, file_name, tensor, image[tensor.offset_bytes : position])
+            if tensor.digest:
+                place = f"{file_name}, {tensor.name!r}"
+                _check(place, image[tensor.offset_bytes : position], tensor.digest)
         _zero(image[position:])
     finally:
         os.close(descriptor)
-    digest = image_digest(image[: manifest.total_bytes])
-    if digest != manifest.weights_sha256:
-        raise UnusableModel(
-            f"{file_name} is corrupt: sha256 is {digest}, "
-            f"the manifest says {manifest.weights_sha256}"
-        )
+    if not all(tensor.digest for tensor in manifest.tensors):  # built by an earlier release
+        _check(file_name, image[: manifest.total_bytes], manifest.weights_sha256)
     return manifest
 
 
-def image_digest(image: memoryview) -> str:
-    """Return the SHA-256 of an image, padding included, in hex, as in ``weights_sha256``."""
-    return hashlib.sha256(image).hexdigest()
+def _check(place: str, image: memoryview, expected: str) -> None:
+    digest = hashlib.sha256(image).hexdigest()
+    if digest != expected:
+        raise UnusableModel(f"{place} is corrupt: sha256 is {digest}, the manifest says {expected}")
 
 
 def _read(descriptor: int, file_name: str, tensor: TensorSpec, target: memoryview) -> None:

@@ -75,11 +75,11 @@ class TransmitGuard:
         end = store_offset_bytes + size_bytes
         with self._lock:
             for order in self._live.values():
-                for group in order.groups:
-                    span = _Span(
-                        group.store_offset_bytes, group.store_offset_bytes + group.size_bytes, 0
-                    )
-                    if span.overlaps(store_offset_bytes, end):
+                for part in [
+                    one for group in order.groups for one in group.within(0, group.size_bytes)
+                ]:
+                    start = part.store_offset_bytes
+                    if _Span(start, start + part.size_bytes, 0).overlaps(store_offset_bytes, end):
                         return order.op_id
         return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..base.errors import RemoteProtocolError
 from ..ipc.messages.base import ByteRange
-from ..ipc.messages.daemon import TransmitModel
+from ..ipc.messages.daemon import CopyPart, TransmitModel
 
 FENCE_BYTES = 4
 FENCE_MASK = 0xFFFF_FFFF
@@ -16,7 +16,7 @@ def check_order(
 ) -> None:
     """Check that a transmission stays within its region, the store and the fences.
 
-    A copy of 0 bytes is valid: it only sets the fence of a group that is still resident.
+    A copy without parts is valid: it only sets the fence of a group that is still resident.
 
     Raises:
         RemoteProtocolError: a number is wrong; the text says which.
@@ -44,8 +44,12 @@ def check_order(
             raise RemoteProtocolError(f"group {index}: its table does not have all the rows")
         if group.arena_offset_bytes < start or group.arena_offset_bytes + size > end:
             raise RemoteProtocolError(f"group {index} lies outside of its region {start}…{end}")
-        if group.store_offset_bytes < 0 or group.store_offset_bytes + size > store_bytes:
-            raise RemoteProtocolError(f"group {index} lies outside of the store of {store_bytes}")
+        position, whole = 0, (CopyPart(group.store_offset_bytes, 0, size),)
+        for part in whole if group.parts is None else group.parts:
+            begin, position = position, part.offset_bytes + part.size_bytes
+            if not begin <= part.offset_bytes <= position <= size:
+                raise RemoteProtocolError(f"group {index} has parts that are not its own")
+            check_range(f"group {index}", part.store_offset_bytes, part.size_bytes, store_bytes)
 
 
 def check_range(what: str, offset_bytes: int, size_bytes: int, limit_bytes: int) -> None:

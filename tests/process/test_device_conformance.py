@@ -40,7 +40,7 @@ from pipeswitch.devices.memory import DeviceMemory
 from pipeswitch.devices.worker_device import WorkerDevice
 from pipeswitch.ipc.control_page import BOARD_BYTES, new_doorbell, ring, sealed_memfd
 from pipeswitch.ipc.messages.base import ByteRange, OpId, ResourceLimits
-from pipeswitch.ipc.messages.daemon import DaemonSettings, TransmitEnded, TransmitModel
+from pipeswitch.ipc.messages.daemon import CopyPart, DaemonSettings, TransmitEnded, TransmitModel
 from pipeswitch.ipc.messages.worker import WorkerSettings
 from pipeswitch.programs.interface.layout import TensorSpec, aligned
 from tests.unit.test_cuda_memory import order as order_of
@@ -421,6 +421,38 @@ def test_rows_of_a_table_arrive_before_its_neighbours_and_the_table_last(make_ri
     assert rig.fence(1) != 2, "the link is slow, so the table is not there"
     start = 8 * MIB if rig.is_sealed else 1000 + 9 * MIB  # on cpu also the rest of the unit
     assert rig.arena(2 * MIB + start, 10 * MIB - start) == data[start : 10 * MIB]
+
+
+def test_a_copy_in_place_brings_the_parts_and_opens_no_unit_with_the_old_bytes(
+    make_rig: MakeRig,
+) -> None:
+    rig, sizes, rng = (
+        make_rig(40 * MIB),
+        [MIB, 1000, 5 * MIB, 0, 300_000, 2 * MIB],
+        random.Random(5),
+    )
+    old, new = rng.randbytes(9 * MIB), bytearray()
+    whole, groups = in_whole_units(order(2, 2 * MIB, sizes)), []
+    new += old
+    for index, group in enumerate(whole.groups):
+        parts, start = [], group.arena_offset_bytes - 2 * MIB
+        for at in range(0, group.size_bytes, 40_000)[index % 2 :: 9]:
+            size = min(30_000, group.size_bytes - at)
+            new[start + at : start + at + size] = rng.randbytes(size)
+            parts.append(CopyPart(start + at, at, size))
+        groups.append(msgspec.structs.replace(group, parts=tuple(parts)))
+    rig.fill_store(0, old)
+    rig.run(in_whole_units(order(1, 2 * MIB, sizes)))
+    rig.fill_store(0, bytes(new))
+    view = rig.view()
+    rig.transmit(msgspec.structs.replace(whole, groups=tuple(groups)))
+    for group in whole.groups:
+        view.wait_group(group.fence, OpId(2))
+        end = group.arena_offset_bytes - 2 * MIB + group.size_bytes
+        end = min(aligned(end, 2 * MIB), sum(sizes)) if rig.is_sealed and group.size_bytes else end
+        assert rig.arena(2 * MIB, end) == new[:end]
+    ended = rig.ended.get(timeout=DEADLINE_S)
+    assert ended.copied_bytes == sum(group.copied_bytes for group in groups) < 2 * MIB
 
 
 def test_the_bill_names_every_group_in_order(rig: CpuRig) -> None:

@@ -287,4 +287,5 @@ def test_these_are_the_fields_that_a_builder_fills() -> None:
         "offset_bytes",
         "size_bytes",
         "file_offset_bytes",
+        "digest",  # if wrong, the daemon refuses the program
     }

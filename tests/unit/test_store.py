@@ -11,7 +11,7 @@ import pytest
 
 from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.ipc.messages.base import ModelName, OpId
-from pipeswitch.ipc.messages.daemon import GroupCopy, TransmitModel
+from pipeswitch.ipc.messages.daemon import CopyPart, GroupCopy, TransmitModel
 from pipeswitch.memory_daemon.store import UnusableModel, load_model
 from pipeswitch.memory_daemon.transmit import TransmitGuard
 from pipeswitch.programs.interface.layout import Manifest, TensorSpec
@@ -98,6 +98,43 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
         damaged[position] ^= 0x10
         (tmp_path / BUNDLE_FILE).write_bytes(HEADER + damaged)
         with pytest.raises(UnusableModel, match="sha256"):
+            load_model(tmp_path, memoryview(poisoned()))
+
+
+def with_digests() -> Manifest:
+    """Return a manifest of this release: its tensors have digests, and nothing checks the image."""
+    tensors = [
+        msgspec.structs.replace(
+            one,
+            digest=hashlib.sha256(
+                IMAGE[one.offset_bytes : one.offset_bytes + one.size_bytes]
+            ).hexdigest(),
+        )
+        for one in TENSORS
+    ]
+    return manifest(tensors=tuple(tensors), weights_sha256="")
+
+
+def test_every_flipped_byte_is_noticed_by_its_tensors_digest(tmp_path: Path) -> None:
+    write_model(tmp_path, with_digests())
+    load_model(tmp_path, memoryview(image := poisoned()))
+    assert bytes(image) == IMAGE
+    for position in range(0, len(WEIGHTS), 37):
+        damaged = bytearray(WEIGHTS)
+        damaged[position] ^= 0x10
+        (tmp_path / BUNDLE_FILE).write_bytes(HEADER + damaged)
+        name = "b" if position >= 600 else "a" if position < 400 else "c"
+        with pytest.raises(UnusableModel, match=f"'{name}' is corrupt"):
+            load_model(tmp_path, memoryview(poisoned()))
+
+
+@pytest.mark.parametrize("lie", ["0" * 64, "x"])
+def test_a_builder_that_claims_another_models_tensor_is_refused(tmp_path: Path, lie: str) -> None:
+    first, *others = with_digests().tensors
+    for rest in (others, [msgspec.structs.replace(one, digest="") for one in others]):
+        claimed = (msgspec.structs.replace(first, digest=lie), *rest)
+        write_model(tmp_path, manifest(tensors=claimed))
+        with pytest.raises(UnusableModel, match="'a' is corrupt"):
             load_model(tmp_path, memoryview(poisoned()))
 
 
@@ -217,6 +254,17 @@ def guard() -> TransmitGuard:
             100,
             group=GroupCopy(store_offset_bytes=-1, arena_offset_bytes=4096, size_bytes=2, fence=0),
         ),
+        *[
+            order(1, 4096, 100, group=GroupCopy(0, 4096, 100, 0, parts=parts))
+            for parts in (
+                (CopyPart(0, 60, 41),),  # beyond the group
+                (CopyPart(0, -1, 10),),
+                (CopyPart(0, 0, 50), CopyPart(50, 49, 10)),  # twice
+                (CopyPart(0, 60, -10),),
+                (CopyPart(STORE_BYTES - 1, 0, 2),),
+                (CopyPart(-1, 0, 2),),
+            )
+        ],
     ],
 )
 def test_anything_out_of_bounds_is_refused(guard: TransmitGuard, bad: TransmitModel) -> None:
@@ -262,6 +310,22 @@ def test_the_store_knows_which_of_its_bytes_are_being_read(guard: TransmitGuard)
     assert guard.live_reads(1000, 10) is None
     guard.end(OpId(1))
     assert guard.live_reads(0, 1000) is None
+
+
+def test_a_part_is_read_from_its_own_place_in_the_store(guard: TransmitGuard) -> None:
+    parts = (CopyPart(7000, 0, 100), CopyPart(3000, 500, 200))
+    guard.accept(order(1, 4096, 1000, group=GroupCopy(0, 4096, 1000, 0, parts=parts)))
+    reads = [at for at in range(0, 8000, 100) if guard.live_reads(at, 100) is not None]
+    assert reads == [3000, 3100, 7000]
+
+
+def test_a_range_of_a_group_has_the_parts_that_it_shares() -> None:
+    copy = GroupCopy(0, 0, 1000, 0, parts=(CopyPart(70, 0, 100), CopyPart(3000, 500, 200)))
+    assert [*copy.within(50, 600)] == [CopyPart(120, 50, 50), CopyPart(3000, 500, 100)]
+    assert [*copy.within(100, 500)] == []
+    assert ([*copy.pieces()], copy.copied_bytes) == (list(copy.parts or ()), 300)
+    assert [*GroupCopy(5, 0, 1000, 0).pieces()] == [CopyPart(5, 0, 1000)]
+    assert [*GroupCopy(5, 0, 1000, 0, parts=()).pieces()] == []
 
 
 def test_accepted_spans_stay_disjoint_and_few(guard: TransmitGuard) -> None:

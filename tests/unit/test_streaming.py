@@ -245,7 +245,7 @@ def test_each_request_is_a_pass_of_its_own_and_what_stays_is_not_sent_again(rig:
     registered(rig)
     rig.infer("large")
     (first,), (run,) = rig.sent(TransmitModel), rig.sent(RunInference)
-    assert all(group.size_bytes for group in first.groups)
+    assert all(group.copied_bytes for group in first.groups)
     assert [group.arena_offset_bytes - first.arena_offset_bytes for group in first.groups] == [
         *run.staging
     ]
@@ -254,7 +254,7 @@ def test_each_request_is_a_pass_of_its_own_and_what_stays_is_not_sent_again(rig:
     rig.arrived("large")
     rig.done()
     (second,) = rig.sent(TransmitModel)
-    sent_indices = [index for index, group in enumerate(second.groups) if not group.size_bytes]
+    sent_indices = [index for index, group in enumerate(second.groups) if group.parts == ()]
     assert {*sent_indices} == rig.state.replicas["large"].staging.resident
     rig.arrived("large")
     rig.done()
@@ -297,7 +297,7 @@ def test_a_copy_whose_end_is_told_after_the_answer_leaves_what_stays(rig: Rig) -
     rig.done()
     assert not rig.sent(TransmitModel), "the daemon may still write"
     rig.arrived("large")
-    assert rig.sent(TransmitModel)[0].groups[0].size_bytes == 0
+    assert rig.sent(TransmitModel)[0].groups[0].copied_bytes == 0
     rig.arrived("large")
     rig.done()
 

@@ -221,10 +221,10 @@ class CpuDeviceMemory(DeviceMemory):
         """Copy rows of a table, and its ends in units that are shared with other groups."""
         group = order.groups[index]
         start, end = group.arena_offset_bytes, group.arena_offset_bytes + group.size_bytes
-        first, last = aligned(start, UNIT_BYTES) - start, end % UNIT_BYTES
+        first, last = aligned(start, UNIT_BYTES) - start, group.size_bytes - end % UNIT_BYTES
+        ends = *group.within(0, first), *group.within(last, group.size_bytes)
         total = 0
-        for at, size in ((0, first), (group.size_bytes - last, last), *group.pieces()):
-            source = group.store_offset_bytes + at
+        for source, at, size in (*ends, *group.pieces()):
             self._models.write(order.tenant, start + at, self._store[source : source + size])
             total += size
         self._to_device.pace(total, cancelled)
@@ -247,8 +247,8 @@ class CpuDeviceMemory(DeviceMemory):
         total = self._copy(order.tenant, group, copied, index, group.size_bytes, cancelled)
         end = group.arena_offset_bytes + group.size_bytes
         unit_end = aligned(end, UNIT_BYTES)
-        if not group.size_bytes:
-            return 0  # the group is resident, and so is its last unit
+        if not group.size_bytes or (order.waits and group.parts == ()):
+            return 0  # a streamed model's group is resident, and so is its last unit
         if order.waits:
             if not cancelled.is_set():
                 self._models.clear(order.tenant, end, unit_end)  # 2.
@@ -273,16 +273,17 @@ class CpuDeviceMemory(DeviceMemory):
         cancelled: threading.Event,
     ) -> int:
         """Copy a group's bytes up to ``upto`` or a cancel; return the number of bytes copied."""
-        source, target = group.store_offset_bytes, group.arena_offset_bytes
-        first = done = copied[index]
-        while done < upto and not cancelled.is_set():
-            size = min(self._to_device.chunk_bytes, upto - done)
-            piece = self._store[source + done : source + done + size]
-            self._models.write(tenant, target + done, piece)
-            done += size
-            self._to_device.pace(size, cancelled)
-        copied[index] = done
-        return done - first
+        target, total = group.arena_offset_bytes, 0
+        for source, at, part_bytes in group.within(copied[index], upto):
+            for done, size in self._to_device.pieces(part_bytes):
+                if cancelled.is_set():
+                    return total
+                piece = self._store[source + done : source + done + size]
+                self._models.write(tenant, target + at + done, piece)
+                total += size
+                self._to_device.pace(size, cancelled)
+        copied[index] = upto
+        return total
 
 
 def _copy_bytes(source: int, start: int, target: int, target_start: int, size_bytes: int) -> None:

@@ -148,9 +148,10 @@ class CudaDeviceMemory(DeviceMemory):
         except Exception:
             log.exception("transmission=%d failed", order.op_id)
         ended = job.ended(started_at_ms, flight.ends_at_ms, flight.enqueued_bytes)
-        for group in order.groups:  # unpinned groups were copied slowly this time
-            if self._store.needs_pin(group.store_offset_bytes, group.size_bytes):
-                self._to_pin.put((group.store_offset_bytes, group.size_bytes))
+        for group in order.groups:  # unpinned parts were copied slowly this time
+            for part in group.within(0, group.size_bytes):
+                if self._store.needs_pin(part.store_offset_bytes, part.size_bytes):
+                    self._to_pin.put((part.store_offset_bytes, part.size_bytes))
         return ended
 
     def _pin_store(self) -> None:
@@ -169,22 +170,22 @@ class CudaDeviceMemory(DeviceMemory):
             if self._must_wait(job, index):
                 flight.land_all()  # the worker must get these groups before it computes more
                 self._wait_computed(job, index)
-            for offset, size in chunks(group):
+            pieces = [*chunks(group)]
+            for number, (source, offset, size) in enumerate(pieces, 1):
                 flight.make_room(size)
                 if job.cancelled.is_set():
                     return  # perhaps in the middle of this group, so do not set its fence
                 if size:
                     self._cuda.copy_to_device(
                         self._base + group.arena_offset_bytes + offset,
-                        self._store.address + group.store_offset_bytes + offset,
+                        self._store.address + source,
                         size,
                         self._to_device,
                     )
                 if group.row_bytes and size:
                     flight.enqueued_bytes += size  # the event of the fence suffices for all rows
                     continue
-                is_end = offset + size == group.size_bytes
-                flight.enqueued(size, group.fence if is_end else -1)
+                flight.enqueued(size, group.fence if number == len(pieces) else -1)
 
     # -- device to host ------------------------------------------------------------------------
 
@@ -369,17 +370,17 @@ class _Flight:
             memory._landed(mark.fence, self._value)
 
 
-def chunks(group: GroupCopy) -> Iterator[tuple[int, int]]:
-    """Yield (offset in the group, bytes) of each copy; rows and empty groups end with (group's
-    size, 0). No copy crosses a pinned piece's end."""
-    for done, left in group.pieces():
+def chunks(group: GroupCopy) -> Iterator[tuple[int, int, int]]:
+    """Yield (offset in the store, offset in the group, bytes) of each copy; bytes are 0 after rows,
+    and if nothing is copied. No copy crosses a pinned piece's end."""
+    source = at = size = 0
+    for source, at, left in group.pieces():
         while left:
-            source = group.store_offset_bytes + done
             size = min(CHUNK_BYTES, left, next_boundary(source) - source)
-            yield done, size
-            done, left = done + size, left - size
-    if group.row_bytes or not group.size_bytes:
-        yield group.size_bytes, 0
+            yield source, at, size
+            source, at, left = source + size, at + size, left - size
+    if group.row_bytes or not size:
+        yield 0, group.size_bytes, 0
 
 
 def _pieces(offset_bytes: int, ranges: Sequence[ByteRange]) -> Iterator[tuple[int, int]]:

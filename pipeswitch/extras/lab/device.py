@@ -9,7 +9,6 @@ from ...ipc.messages.base import ModelName, OpId
 from ...ipc.messages.daemon import GroupCopy, TransmitModel
 from ...ipc.messages.worker import RunInference
 from ...scheduler.state.device_state import FENCE_BYTES
-from .programs import SimulatedProgram
 
 
 class Violation(AssertionError):
@@ -129,7 +128,6 @@ class SimulatedDevice:
     def send(
         self,
         order: TransmitModel,
-        program: SimulatedProgram,
         fence_count: int,
         users: Iterable[User],
     ) -> None:
@@ -138,10 +136,9 @@ class SimulatedDevice:
         require(start >= fence_count * FENCE_BYTES, "a model over the fences")
         intact = self.intact.get(order.model, NOWHERE)
         for group in resident_groups(order):
-            size_bytes = _true_size(order, group, program)
-            end = group.arena_offset_bytes + size_bytes
+            end = group.arena_offset_bytes + group.size_bytes
             require(
-                not size_bytes or (intact.start <= group.arena_offset_bytes and end <= intact.end),
+                intact.start <= group.arena_offset_bytes and end <= intact.end,
                 f"{order.model}: group at {group.arena_offset_bytes} is not there, and not sent",
             )
         self.claim(region_of(order), f"the copy of {order.model}", users)
@@ -234,14 +231,4 @@ def region_of(order: TransmitModel) -> ByteSpan:
 
 def resident_groups(order: TransmitModel) -> list[GroupCopy]:
     """Return the groups that are on the device already, and are not sent again."""
-    return [group for group in order.groups if not group.size_bytes]
-
-
-def _true_size(order: TransmitModel, group: GroupCopy, program: SimulatedProgram) -> int:
-    """Return the size of a group whose order says 0: it ends where the next group begins.
-    Groups without bytes begin where the group after them begins."""
-    begins = sorted((g.arena_offset_bytes, g.fence) for g in order.groups)
-    held_bytes = min(order.region_bytes, program.manifest.total_bytes)  # less if it streams
-    begins.append((order.arena_offset_bytes + held_bytes, 0))
-    following = begins[begins.index((group.arena_offset_bytes, group.fence)) + 1]
-    return following[0] - group.arena_offset_bytes
+    return [group for group in order.groups if group.parts == ()]

@@ -143,7 +143,7 @@ class SimulatedDaemon(SimulatedProcess):
             return [Move("copy", "ends", 0.0, self._end_copy)]
         if not self.scene.device.has_room(copy.order, copy.done):
             return []
-        cost_ms = self.scene.costs.to_device.copy_ms(copy.order.groups[copy.done].size_bytes)
+        cost_ms = self.scene.costs.to_device.copy_ms(copy.order.groups[copy.done].copied_bytes)
         return [Move("copy", "copies", cost_ms, partial(self._copy, cost_ms))]
 
     def _copy(self, cost_ms: float) -> None:
@@ -161,7 +161,7 @@ class SimulatedDaemon(SimulatedProcess):
         is_complete = len(ends) == len(order.groups)
         if is_complete:
             self.scene.device.completed(order)
-        first = self.scene.costs.to_device.copy_ms(order.groups[0].size_bytes)
+        first = self.scene.costs.to_device.copy_ms(order.groups[0].copied_bytes)
         started_at_ms = ends[0] - first if ends else copy.asked_at_ms
         sent = order.groups[: len(ends)]
         self.say(
@@ -171,7 +171,7 @@ class SimulatedDaemon(SimulatedProcess):
                 op_id=order.op_id,
                 is_complete=is_complete,
                 group_count=len(ends),
-                copied_bytes=sum(group.size_bytes for group in sent),
+                copied_bytes=sum(group.copied_bytes for group in sent),
                 started_at_ms=started_at_ms,
                 ended_at_ms=ends[-1] if ends else started_at_ms,
                 group_ends_at_ms=tuple(ends),

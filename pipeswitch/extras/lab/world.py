@@ -134,10 +134,10 @@ class SimulatedProcesses(ABC):
         match message:
             case OpenCommits(job=job):
                 require(job in self.scene.commits, "opened commits that do not exist")
-            case TransmitModel(model=model):
+            case TransmitModel():
                 fence_count = self.scheduler.core.settings.fence_count
                 claims = self.claims(scene.index)
-                scene.device.send(message, scene.programs[model], fence_count, claims)
+                scene.device.send(message, fence_count, claims)
             case StoreModel(store_offset_bytes=start, size_bytes=size):
                 image = ByteSpan(start, start + size)
                 for other in self.daemons.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from .base import ByteRange, JobName, Message, ModelName, OpId, ResourceLimits, SlabTensor
 
@@ -52,6 +53,14 @@ class StoreFailed(Message, frozen=True):
     reason: str
 
 
+class CopyPart(NamedTuple):
+    """Range of a group that is copied."""
+
+    store_offset_bytes: int
+    offset_bytes: int  # from the group's start
+    size_bytes: int
+
+
 class GroupCopy(Message, frozen=True):
     """Copy of one layer group to the arena; after it the group's fence gets the operation id.
 
@@ -65,11 +74,30 @@ class GroupCopy(Message, frozen=True):
     row_bytes: int = 0
     indices: tuple[SlabTensor, ...] = ()  # the controller reads ``rows`` from there
     rows: tuple[int, ...] = ()  # ascending
+    parts: tuple[CopyPart, ...] | None = None  # ascending; None: all of it; the rest is there
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """Yield offset and size of the bytes to copy."""
+    def within(self, start: int, end: int) -> Iterator[CopyPart]:
+        """Yield what is copied of a range of the group, without regard to rows."""
+        parts = self.parts
+        if parts is None:
+            parts = (CopyPart(self.store_offset_bytes, 0, self.size_bytes),)
+        for source, at, size in parts:
+            low, high = max(start, at), min(end, at + size)
+            if low < high:
+                yield CopyPart(source + low - at, low, high - low)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Number of bytes that are copied, for rows that of the whole table."""
+        return sum([part.size_bytes for part in self.within(0, self.size_bytes)])
+
+    def pieces(self) -> Iterator[CopyPart]:
+        """Yield what is copied; of a table, its ``rows``."""
         step = self.row_bytes
-        yield from [(row * step, step) for row in self.rows] if step else [(0, self.size_bytes)]
+        for row in self.rows:
+            yield from self.within(row * step, (row + 1) * step)
+        if not step:
+            yield from self.within(0, self.size_bytes)
 
 
 class TransmitModel(Message, frozen=True):

@@ -61,7 +61,7 @@ from .module_mode import build_module
 from .precision import MAX_ERROR, PLAIN_CALLS, derive, stays_exact
 from .sources import Loaded, example_specs, load_source
 from .statefulness import Fresh
-from .verify import Plain, acceptable_inputs, compare, load_image
+from .verify import Plain, acceptable_inputs, compare, load_image, with_digests
 
 __all__ = ["BuildSpec", "build", "load_manifest"]
 
@@ -112,6 +112,7 @@ def build(
         if manifest.mode == "graph":
             *_, head_sha256 = read_safetensors_header(out_dir / weights_file(manifest))
             manifest = msgspec.structs.replace(manifest, head_sha256=head_sha256)
+        manifest = with_digests(manifest, out_dir / weights_file(manifest))
         save_manifest(out_dir, manifest)
         progress("pack", 1.0)
         return manifest

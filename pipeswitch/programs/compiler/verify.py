@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import torch
 
 from ...base.errors import RegistrationRefused
@@ -173,6 +175,17 @@ def load_image(path: Path, manifest: Manifest) -> torch.Tensor:
             if file.readinto(view[tensor.offset_bytes : end]) != tensor.size_bytes:
                 raise RegistrationRefused(f"weight {tensor.name!r}", "the file is too short")
     return image[: manifest.total_bytes]
+
+
+def with_digests(manifest: Manifest, path: Path) -> Manifest:
+    """Return the manifest with the digest of each tensor's bytes in the weights file."""
+    tensors = []
+    with path.open("rb") as file:
+        for tensor in manifest.tensors:
+            file.seek(tensor.file_offset_bytes)
+            digest = hashlib.sha256(file.read(tensor.size_bytes)).hexdigest()
+            tensors.append(msgspec.structs.replace(tensor, digest=digest))
+    return msgspec.structs.replace(manifest, tensors=tuple(tensors))
 
 
 def load_examples(path: Path, bundle: Bundle) -> list[torch.Tensor]:

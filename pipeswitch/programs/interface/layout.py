@@ -34,6 +34,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     offset_bytes: int  # from the start of the model's region; a multiple of TENSOR_ALIGN_BYTES
     size_bytes: int
     file_offset_bytes: int  # absolute position in the weights file
+    digest: str = ""  # SHA-256 of its bytes; empty: built by an earlier release, shares no bytes
 
 
 class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,7 +106,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     triggers: tuple[str, ...] = ()  # module mode: the submodule whose pre-hook opens group i
     layers: tuple[LayerSpec, ...] = ()
     lookups: tuple[LookupSpec, ...] = ()
-    weights_sha256: str = ""  # hash of the region's image, checked when the host store loads it
+    weights_sha256: str = ""  # hash of the region's image, checked if tensors have no digests
     head_sha256: str = ""  # digest of the bundle's head with the graph; empty: module mode
     batching: Batching | None = None  # None: each request runs alone
     precision: Precision | None = None  # of a derived program, which has these tensors; None: exact

@@ -140,8 +140,9 @@ class Residents:
                             + (group := manifest.groups[index]).offset_bytes,
                             arena_offset_bytes=replica.preferred_offset_bytes
                             + (staging.offsets[index] if staging else group.offset_bytes),
-                            size_bytes=0 if index in there else group.size_bytes,
+                            size_bytes=group.size_bytes,
                             fence=replica.first_fence + index,
+                            parts=() if index in there else None,
                         )
                         for index in order[len(rows) :]
                     ],
