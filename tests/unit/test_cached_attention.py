@@ -20,9 +20,13 @@ INPUTS = ("ids", "used", "cache")
 class Drawn:
     """Model of two layers, built call by call; the second layer's attention has a window."""
 
-    def __init__(self, *, bias: float = 0.0, shows_keys: bool = False) -> None:
-        """Add ``bias`` to all attention scores; with ``shows_keys``, also return all rows' keys."""
+    def __init__(
+        self, *, bias: float = 0.0, shows_keys: bool = False, view: str = "view.default"
+    ) -> None:
+        """Add ``bias`` to all attention scores; with ``shows_keys``, also return all rows' keys.
+        ``view`` is the operator that splits rows into heads; a lowered graph has ``reshape``."""
         self.nodes: list[Node] = []
+        self.view = view
         call, (ids, used, cache, table) = self.call, [{"v": number} for number in range(4)]
         batch, past = call("sym_size.int", ids, 0), call("sym_size.int", cache, 1)
         age = call("sub.Tensor", call("unsqueeze.default", used, 1), call("arange.default", past))
@@ -55,7 +59,7 @@ class Drawn:
         return {"v": len(INPUTS) + len(self.nodes)}
 
     def heads(self, value: Any, batch: Any, length: Any) -> dict[str, int]:
-        split = self.call("view.default", value, [batch, length, HEADS, SIZE])
+        split = self.call(self.view, value, [batch, length, HEADS, SIZE])
         return self.call("transpose.int", split, 1, 2)
 
     def run(self, used: list[int], cache: torch.Tensor, look_up: Any = resolve) -> Any:
@@ -74,13 +78,14 @@ def caches(used: list[int], padding: float) -> torch.Tensor:
     return torch.where(is_used[:, :, None], found, padding)
 
 
+@pytest.mark.parametrize("view", ["view.default", "reshape.default"])
 @pytest.mark.parametrize("look_up", [resolve, behind_contract])
 @pytest.mark.parametrize("bias", [0.0, 0.25])
 @pytest.mark.parametrize("used", [[9, 9, 9], [3, 20, 11, 6], [22, 5, 22], [1, 23]])
 def test_a_step_reads_rows_in_use_alone_and_gives_each_sequence_its_own_bits(
-    used: list[int], bias: float, look_up: Any
+    used: list[int], bias: float, look_up: Any, view: str
 ) -> None:
-    drawn, plain, cache = Drawn(bias=bias), caches(used, 0.0), caches(used, float("nan"))
+    drawn, plain, cache = Drawn(bias=bias, view=view), caches(used, 0.0), caches(used, float("nan"))
     expected = drawn.run(used, plain.clone())
     with DecodeRows(used):
         found = drawn.run(used, cache, look_up)

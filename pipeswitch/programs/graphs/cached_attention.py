@@ -22,7 +22,7 @@ Span = tuple[int, torch.Tensor | None]  # first row that a token attends to, and
 
 APPEND: Final = "aten.cat.default"
 ATTENTION: Final = "aten.scaled_dot_product_attention.default"
-_VIEWS: Final = ("getitem", "split_with_sizes", "transpose", "view")
+_VIEWS: Final = ("getitem", "reshape", "split_with_sizes", "transpose", "view")
 _ROWS: ContextVar[DecodeRows | None] = ContextVar("rows", default=None)
 
 
