@@ -292,8 +292,12 @@ class WorkerDevice(SliceAccess):
         May block, so call it when idle."""
         return ()
 
-    def trim(self) -> None:
-        """Free the memory that this process keeps and does not use, if others may need it."""
+    def trim(self, needed_bytes: int = 0) -> bool:
+        """Free the memory that this process keeps and does not use, if others may need it.
+
+        Return True if this process may take ``needed_bytes`` more for work that is not urgent.
+        """
+        return True
 
     def drop(self, program: BoundProgram) -> None:
         """Drop a program that will not run again."""

@@ -94,8 +94,10 @@ def test_requests_make_no_more_calls_when_all_is_captured() -> None:
     assert spent[0] == spent[1]
 
 
-@pytest.mark.parametrize("turn", [4, 6])
-def test_a_worker_captures_without_the_models_bytes_unless_another_task_computes(turn: int) -> None:
+@pytest.mark.parametrize(("turn", "has_room"), [(4, True), (6, True), (4, False)])
+def test_a_worker_captures_with_memory_of_its_own_unless_another_task_computes(
+    turn: int, has_room: bool
+) -> None:
     bound, weights = program()
     device, _ = made(bound)
     turns = iter([4, turn, turn])
@@ -106,12 +108,14 @@ def test_a_worker_captures_without_the_models_bytes_unless_another_task_computes
         quiesce=lambda: None,
         is_lost=lambda _: False,
         improve=lambda one, *more: one.improve(*more),
+        trim=lambda needed_bytes: has_room or needed_bytes < bound.manifest.total_bytes,
     )
     programs: Any = Programs.__new__(Programs)
     programs._view, programs.bound = view, lambda _: device
     programs._program = lambda _: bound._program
     programs.warm_up(SimpleNamespace(op_id=5, shapes=SHAPES))
-    assert len([*turns]) == (0 if turn == 4 else 1), "it stops between groups"
+    left = (0 if turn == 4 else 1) if has_room else 3
+    assert len([*turns]) == left, "it stops between groups"
     x = torch.randn(2, 4)
     assert torch.equal(device.run([x], lambda _: None)[0], expected(x, weights))
-    assert device.is_replaying == (turn == 4)
+    assert device.is_replaying == (turn == 4 and has_room)

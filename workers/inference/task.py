@@ -95,9 +95,11 @@ class Programs:
             self.bound(message)
 
     def warm_up(self, message: PrepareModel) -> None:
-        """Run a loaded program with zeros as weights and inputs, unless another task has the turn;
-        then capture its CUDA graphs. All memory is this process's own."""
+        """Run a loaded program with zeros as weights and inputs, unless another task has the turn
+        or too little memory is free; then capture its CUDA graphs."""
         view, bound, program = self._view, self.bound(message), self._program(message)
+        if not view.trim(program.manifest.total_bytes):  # the weights are this process's own
+            return
 
         def before_group(_: int) -> None:
             if view.control_page.turn > message.op_id:

@@ -129,9 +129,11 @@ class CudaWorkerDevice(WorkerDevice):
         with self._side.computing(in_slice=False):
             return program.improve(*more) if isinstance(program, DeviceProgram) else ()
 
-    def trim(self) -> None:
-        if self._cuda.memory_info()[0] < SHORT_BYTES:
-            self._side.empty_cache()
+    def trim(self, needed_bytes: int = 0) -> bool:
+        if self._cuda.memory_info()[0] >= SHORT_BYTES + needed_bytes:
+            return True
+        self._side.empty_cache()
+        return self._cuda.memory_info()[0] >= SHORT_BYTES + needed_bytes
 
     def drop(self, program: BoundProgram) -> None:
         """Free the graphs of a program whose weights have moved, or that is no longer used."""
