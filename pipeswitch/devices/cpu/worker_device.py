@@ -150,13 +150,16 @@ class CpuWorkerDevice(WorkerDevice):
         start, region_end, *_ = self._entered
         check_range("landing", offset_bytes, size_bytes, region_end - start)
         first, size = start + offset_bytes, page_protection.UNIT_BYTES
+        spans: list[tuple[int, int]] = []  # neighbours are opened in one step
         for unit in range(first // size * size if size_bytes else first, first + size_bytes, size):
             if unit not in self._landed:
-                end = min(unit + size, aligned(region_end, mmap.PAGESIZE))
-                if self._is_one_tenants:
-                    self._window.populate(unit, end - unit)
-                self._window.open(unit, end)
-                self._landed.add(unit)
+                begin = spans.pop()[0] if spans and spans[-1][1] == unit else unit
+                spans.append((begin, min(unit + size, aligned(region_end, mmap.PAGESIZE))))
+        for begin, end in spans:
+            if self._is_one_tenants:
+                self._window.populate(begin, end - begin)
+            self._window.open(begin, end)
+            self._landed.update(range(begin, end, size))
 
     def table_of(
         self, spec: TensorSpec, region_offset_bytes: int, rows: torch.Tensor
