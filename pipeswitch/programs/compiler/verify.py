@@ -64,14 +64,24 @@ def acceptable_inputs(
     A signature does not say what integers mean. If random integers are invalid (as indices into ten
     rows, as offsets of bags), zeros usually are valid, or ones (as lengths of sequences).
     """
+    return _accepted(specs, values, plain, seed)[0]
+
+
+def _accepted(
+    specs: Sequence[ValueSpec], values: Values, plain: Plain, seed: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+    """Return ``acceptable_inputs``, and the answer to them if it was computed."""
     inputs = to_tensors(specs, values, seed)
     if all(value.is_floating_point() or value.dtype is torch.bool for value in inputs):
-        return inputs
-    constant = [
+        return inputs, None
+    zeros, ones = (
         [v if v.is_floating_point() else torch.full_like(v, number) for v in inputs]
         for number in (0, 1)
-    ]
-    return next((tried for tried in (inputs, constant[0]) if _takes(plain, tried)), constant[1])
+    )
+    for tried in (inputs, zeros):
+        with contextlib.suppress(Exception):  # a model's code may raise anything
+            return tried, on_clones(plain, tried)
+    return ones, None
 
 
 def answered(
@@ -98,8 +108,8 @@ def answered(
         for inputs in (drawn, sized):
             with contextlib.suppress(Exception):  # the module's code refuses an index or a number
                 return inputs, on_clones(plain, inputs)
-    inputs = acceptable_inputs(specs, values, plain, seed)
-    return inputs, on_clones(plain, inputs)
+    inputs, answers = _accepted(specs, values, plain, seed)
+    return inputs, on_clones(plain, inputs) if answers is None else answers
 
 
 def like(example: torch.Tensor, sized: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -153,15 +163,6 @@ def _statistics(numbers: torch.Tensor, shape: Sequence[int]) -> Statistics:
         one = torch.ones_like(low)
         return 0 * one, one, low.clamp(max=0), MAX_RANDOM_INTEGER * one
     return mean, deviation, low, high
-
-
-def _takes(plain: Plain, inputs: Sequence[torch.Tensor]) -> bool:
-    try:
-        with torch.no_grad():
-            plain([value.clone() for value in inputs])
-    except Exception:  # a model's code may raise anything; the caller's next run raises it again
-        return False
-    return True
 
 
 def load_image(path: Path, manifest: Manifest) -> torch.Tensor:
