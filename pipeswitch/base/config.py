@@ -432,6 +432,9 @@ class _Reader:
             self.table(ModelConfig, f"[[model]] {index}", "model", table)
             for index, table in enumerate(tables)
         ]
+        for index, model in enumerate(models):
+            if not model.keys() & {"source", "like"}:
+                self.complain(f"[[model]] {index} source: is required", "model")
         names = [model.get("name") for model in models]
         for name in dict.fromkeys(name for name in names if name and names.count(name) > 1):
             self.complain(f"[[model]] name: {name!r} appears twice", "model")

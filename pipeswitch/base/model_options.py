@@ -128,6 +128,14 @@ class BuildOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "FILE.safetensors, pretrained or random:SEED; from a client also FILE.pt (state dict)"
         ),
     ] = ""
+    adapter: Annotated[
+        Text,
+        option(
+            "with hf: and at the owner's socket: folder of an adapter of peft (LoRA), which is "
+            "merged into the weights",
+            metavar="FOLDER",
+        ),
+    ] = ""
     inputs: Annotated[
         Signature,
         option(
@@ -220,6 +228,13 @@ class ModelOptions(BuildOptions, frozen=True, kw_only=True):
         _choice(PRIORITIES),
         option("high, normal or low; empty: unchanged (new models: normal)"),
     ] = ""
+    like: Annotated[
+        Text,
+        option(
+            "instead of a source: a registered model; weights (a file) are the only difference",
+            metavar="NAME",
+        ),
+    ] = ""
     pin: Annotated[bool, option("keep the model on the device; false does not unpin it")] = False
 
 
@@ -241,4 +256,3 @@ class ModelConfig(ModelOptions, frozen=True, kw_only=True):
     """``[[model]]``: a model that is registered when the server starts."""
 
     name: Annotated[Name, option("name of the model")]
-    source: Source

@@ -64,8 +64,10 @@ def register(
     TorchScript, with --input) or package.module:factory; or --from-job names the job that trained
     a registered model.
     """
-    if bool(source) + bool(from_job) + as_version != 1:
-        raise click.UsageError("give SOURCE, --from-job JOB[@STEP], or --weights FILE --as-version")
+    if bool(source) + bool(from_job) + as_version + bool(options["like"]) != 1:
+        raise click.UsageError(
+            "give SOURCE, --from-job JOB[@STEP], or --weights FILE with --like NAME or --as-version"
+        )
     if part and not from_job:
         raise click.UsageError("--part needs --from-job JOB")
     if from_job:

@@ -46,6 +46,7 @@ class RegisterOptions(TypedDict, total=False):
     """Options of ``Client.register`` in the forms that Python's users have (``ModelOptions``)."""
 
     weights: str | os.PathLike[str]
+    adapter: str | os.PathLike[str]
     inputs: Inputs | None
     max_batch: int
     batch: int
@@ -61,6 +62,7 @@ class RegisterOptions(TypedDict, total=False):
     max_error: float
     aliases: str | Sequence[str]
     priority: str
+    like: str
     pin: bool
 
 
@@ -99,7 +101,8 @@ def request_of(options: RegisterOptions, *, as_version: bool) -> RegisterRequest
     # A text names an output that replaces its input.
     states = (fields.get("state") or {}).items()
     fields["state"] = {key: (one, -1) if isinstance(one, str) else one for key, one in states}
-    fields["weights"] = os.fspath(fields.get("weights") or "")
+    for name in ("weights", "adapter"):
+        fields[name] = os.fspath(fields.get(name) or "")
     return RegisterRequest(**fields, as_version=as_version)
 
 
@@ -131,7 +134,8 @@ class LocalSource:
         self.upload, self.progress = upload, progress
         with contextlib.ExitStack() as self.stack:  # deletes temporary files at the end
             source, weights = self._source(request), request.weights
-            request = msgspec.structs.replace(request, source=source)
+            adapter = request.adapter and os.path.abspath(os.path.expanduser(request.adapter))
+            request = msgspec.structs.replace(request, source=source, adapter=adapter)
             if self.example_inputs is not None and ":" in source and not source.startswith("put:"):
                 request = self._with_example(request)
             if weights.endswith((*PICKLED, ".safetensors")) and not os.path.isfile(weights):

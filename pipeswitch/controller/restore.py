@@ -72,7 +72,7 @@ def restore(server: Server, now_s: float) -> None:
     for kind, name in journal.lost:
         _show_lost(server, kind, name, now_s, reasons.get((kind, name), LOST))
     unusable = {split_name(name)[0] for kind, name in journal.lost if kind == "model"}
-    for model in server.config.models:
+    for model in sorted(server.config.models, key=lambda one: bool(one.like)):  # others first
         if model.name in unusable and model.name in {name for name, _ in known}:
             continue
         token = next(tokens)

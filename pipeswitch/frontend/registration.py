@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -24,9 +25,10 @@ from ..programs.interface.pytree import check_takes
 from ..programs.spec import DEFAULT_MAX_BATCH, DEFAULT_SEQUENCES, BuildSpec, wrapper_of
 from ..scheduler.state.events import RegisterModelRequest, Token, VersionRequest
 from .intake.validation import check_name, priority_number
-from .permissions import CheckedSource, Rules, check_function, check_source
+from .permissions import CheckedSource, Rules, check_adapter, check_function, check_source
 
 OF_A_VERSION: Final = {"as_version", "weights", "precision", "max_error"}
+OF_A_VARIANT: Final = {"like", *OF_A_VERSION, "aliases", "priority", "pin"} - {"as_version"}
 NO_RULES: Final = Rules()  # no code and no uploads: the owner needs no permission
 
 
@@ -40,13 +42,21 @@ def check(request: RegisterRequest) -> None:
         check_name(alias, "alias")
     priority_number(request.priority, default=1)
     has_file = request.weights.startswith("put:") or request.weights.endswith(".safetensors")
-    others = ", ".join(sorted(request.body().keys() - OF_A_VERSION))
-    if request.as_version and (others or not has_file):
+    allowed = OF_A_VARIANT if request.like else OF_A_VERSION
+    others = ", ".join(sorted(request.body().keys() - allowed))
+    if (request.as_version or request.like) and (others or not has_file):
         what = f"omit {others}" if others else f"weights {request.weights!r} are not a file"
         raise InvalidInput(
-            "a new version changes only the weights and the precision of a registered model: "
+            f"a new {'model like another' if request.like else 'version'} changes only the weights "
+            "and the precision of a registered model: "
             + (what if request.weights else "--weights FILE is missing"),
-            hint="pipeswitch register NAME --weights FILE --as-version",
+            hint="pipeswitch register NAME --weights FILE "
+            + ("--like OTHER" if request.like else "--as-version"),
+        )
+    if request.adapter and not request.source.startswith("hf:"):
+        raise InvalidInput(
+            "an adapter is for a source hf:NAME",
+            hint="merge it, then give the weights: peft's merge_and_unload()",
         )
     if request.precision not in ("", *PRECISIONS):
         raise InvalidInput(
@@ -83,9 +93,11 @@ def _is_extent(extent: int | tuple[int, int]) -> bool:
 
 def check_origin(request: RegisterRequest, caller: Principal, rules: Rules) -> CheckedSource:
     """Check that this client may use these files and functions, and has the roles for them."""
-    if not (request.source or request.as_version):
+    if not (request.source or request.as_version or request.like):
         raise InvalidInput("a registration needs a source", hint="pipeswitch register NAME SOURCE")
     source = check_source(request.source, request.weights, request.example, caller, rules)
+    adapter = check_adapter(request.adapter, caller)
+    source = replace(source, owner_files=(*source.owner_files, *adapter))
     check_function("preprocess", request.preprocess, request.raw, caller, rules)
     check_function("postprocess", request.postprocess, request.returns, caller, rules)
     require_roles(request, caller, is_code=source.is_code)
@@ -122,27 +134,22 @@ def registration(
     check_name(model, "model")
     check(request)
     source = check_origin(request, principal, rules)
-    if request.as_version:
-        own = BuildSpec(
-            name=model,
-            weights=source.weights,
-            precision=request.precision,
-            max_error=request.max_error,
-        )
-        spec = msgspec.msgpack.encode(own)
-        name, tenant = ModelName(model), principal.tenant
-        return VersionRequest(token=token, model=name, spec=spec, tenant=tenant)
     names = (*BuildOptions.__struct_fields__, "takes")
     fields = {name: getattr(request, name) for name in names}
-    fields["max_batch"] = fields["max_batch"] or (
-        DEFAULT_SEQUENCES if request.generate else DEFAULT_MAX_BATCH
-    )
     fields |= {"source": source.source, "weights": source.weights, "example": source.example}
-    # A language model is checked only within rounding, so ``exact`` would gain nothing.
-    fields["precision"] = request.precision or ("fast" if request.generate else "exact")
+    if not (request.as_version or request.like):  # else they are those of the registered model
+        fields["max_batch"] = fields["max_batch"] or (
+            DEFAULT_SEQUENCES if request.generate else DEFAULT_MAX_BATCH
+        )
+        # A language model is checked only within rounding, so ``exact`` would gain nothing.
+        fields["precision"] = request.precision or ("fast" if request.generate else "exact")
     built = BuildSpec(name=model, allow_module_mode=source.is_code, **fields)
     spec = msgspec.msgpack.encode(built)
-    digest = hashlib.sha256(_set_options(spec))  # equal requests give equal digests
+    if request.as_version:
+        name, tenant = ModelName(model), principal.tenant
+        return VersionRequest(token=token, model=name, spec=spec, tenant=tenant)
+    # Equal requests give equal digests.
+    digest = hashlib.sha256(_set_options(spec) + request.like.encode())
     for path in source.owner_files:
         with contextlib.suppress(FileNotFoundError):  # removed meanwhile: the builder says so
             facts = os.stat(path)  # a changed file under the same path is another model
@@ -157,6 +164,7 @@ def registration(
         is_pinned=request.pin,
         tenant=principal.tenant,
         devices=request.devices,
+        like=ModelName(request.like),
         aliases=tuple(ModelName(one) for one in dict.fromkeys(request.aliases) if one != model),
         wrapper=wrapper_of(built),
     )

@@ -43,6 +43,7 @@ class BuildSpec(BuildOptions, frozen=True, kw_only=True):
     name: str
     max_batch: int = DEFAULT_MAX_BATCH
     precision: str = "exact"
+    program: str = ""  # bundle of the source with another adapter; empty: the source is exported
     part: str = ""  # part of the job in ``weights``; empty: the only part that fits
     takes: Tree = None  # tree of the arguments; None: each input is an argument
     example: str = ""  # a .safetensors file with values of the inputs; empty: random values
@@ -55,7 +56,13 @@ def files_of(spec: bytes) -> list[Path]:
     decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
     return [
         Path(text)
-        for text in (decoded.source, decoded.weights, decoded.example)
+        for text in (
+            decoded.source,
+            decoded.weights,
+            decoded.example,
+            decoded.adapter,
+            decoded.program,
+        )
         if os.path.isabs(text)
     ]
 
@@ -241,5 +248,5 @@ def rebuild_spec(spec: bytes, folder: Path) -> bytes:
     The original source may no longer exist: uploads are deleted.
     """
     unpacked = msgspec.msgpack.decode(spec, type=BuildSpec)
-    source = str(folder / BUNDLE_FILE)
-    return msgspec.msgpack.encode(msgspec.structs.replace(unpacked, source=source, weights=""))
+    own = {"source": str(folder / BUNDLE_FILE), "weights": "", "adapter": "", "program": ""}
+    return msgspec.msgpack.encode(msgspec.structs.replace(unpacked, **own))

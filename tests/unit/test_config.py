@@ -179,7 +179,7 @@ def test_the_schema_has_every_section_and_its_rules() -> None:
     standby = tables["workers"]["properties"]["standby"]
     assert (standby["type"], standby["minimum"], standby["maximum"]) == ("integer", 1, 32)
     assert set(tables["server"]["properties"]["auth"]["enum"]) == {"auto", "keys"}
-    assert tables["model"]["items"]["required"] == ["source", "name"]
+    assert tables["model"]["items"]["required"] == ["name"]
     pool = tables["server"]["properties"]["pool"]
     assert "type" not in pool, "a size is a text or a number"
     assert pool["default"] == "512MiB"

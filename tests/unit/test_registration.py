@@ -154,12 +154,33 @@ def test_each_option_is_declared_once_and_python_has_its_type_and_help() -> None
     [
         ({}, "--weights FILE is missing"),
         ({"weights": "random:3"}, "'random:3' are not a file"),
-        ({"weights": "put:0", "priority": "high"}, "omit priority"),
+        ({"weights": "put:0", "max_batch": 3}, "omit max_batch"),
+        ({"weights": "put:0", "source": SOURCE}, "omit source"),
     ],
 )
-def test_what_a_version_from_a_file_lacks_is_named(fields: dict[str, Any], text: str) -> None:
+@pytest.mark.parametrize("mark", [{"as_version": True}, {"like": "other"}])
+def test_what_a_model_from_a_file_lacks_is_named(
+    mark: dict[str, Any], fields: dict[str, Any], text: str
+) -> None:
     with pytest.raises(InvalidInput, match=text):
-        asked({"as_version": True, **fields})
+        asked({**mark, **fields})
+
+
+def test_a_version_and_a_model_like_another_are_two_things() -> None:
+    with pytest.raises(InvalidInput, match="omit as_version"):
+        asked({"as_version": True, "like": "other", "weights": "put:0"})
+    with pytest.raises(InvalidInput, match="omit priority"):
+        asked({"as_version": True, "weights": "put:0", "priority": "high"})
+
+
+def test_a_file_can_name_the_model_that_another_is_like(tmp_path: Path) -> None:
+    (weights := tmp_path / "x.safetensors").touch()
+    body = {"like": "other", "weights": str(weights), "aliases": ["a"], "priority": "low"}
+    event = asked(body)
+    assert (event.like, event.aliases, event.priority) == ("other", ("a",), 2)
+    file = ModelConfig(name="m", like="other", weights=str(weights), aliases=("a",), priority="low")
+    assert configured(Token(1), file) == event
+    assert asked({**body, "like": "another"}).spec_digest != event.spec_digest
 
 
 @pytest.mark.parametrize("precision", ["", "exact", "fast", "bf16", "int8"])

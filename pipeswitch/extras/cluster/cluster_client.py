@@ -309,9 +309,9 @@ class ClusterVerbs(Members):
             self._home = self._home if self._waiting else ""
 
     def _do_register(self, op: str, *, model: str, body: dict[str, Any], **options: Any) -> Any:
-        if body.get("as_version"):
+        if body.get("as_version") or body.get("like"):
             raise errors.InvalidInput(
-                "a cluster has only one version of each model",
+                "a cluster has only one version of each model, and no model like another",
                 hint=f"pipeswitch unregister {model}, then register it with the new weights",
             )
         with self._choosing:

@@ -81,8 +81,7 @@ def refuse_adapter(spec: BuildSpec) -> None:
         raise RegistrationRefused(
             ADAPTER,
             "the folder has an adapter beside the weights, which would not be applied",
-            hint="merge it: peft's merge_and_unload(), then save_pretrained(FOLDER); or remove "
-            f"{ADAPTER} to serve the base",
+            hint="move the adapter into a folder of its own, and name that: --adapter FOLDER",
         )
 
 
@@ -99,7 +98,7 @@ def unused_files(spec: BuildSpec, used: Iterable[str] = ()) -> list[str]:
     unused = sorted({one.name for one in folder.iterdir()} - {*MODEL_FILES, *used} - weights)
     explained = [f"{file}: {_SAID[file]}" for file in unused if file in _SAID]
     others = [file for file in unused if file not in _SAID and not file.startswith(".")]
-    return explained + ([_listed(others)] if others else [])
+    return explained + ([listed(others)] if others else [])
 
 
 def _weights(folder: Path) -> set[str]:
@@ -122,10 +121,11 @@ def _weights(folder: Path) -> set[str]:
     return {one.name for one in folder.glob("*.safetensors")}
 
 
-def _listed(files: Iterable[str]) -> str:
+def listed(files: Iterable[str], what: str = "not used: ") -> str:
+    """Return a text that names the first files or tensors."""
     names = [*files]
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return f"not used: {', '.join(names[:MAX_NAMED])}{more}"
+    return f"{what}{', '.join(names[:MAX_NAMED])}{more}"
 
 
 def _unreadable(file: str, error: Exception) -> RegistrationRefused:

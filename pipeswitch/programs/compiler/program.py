@@ -11,7 +11,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,7 +42,7 @@ from ..interface.pytree import argument_names
 from ..running.executor import BoundProgram, GraphProgram, PackedKernels
 from ..running.tensor_views import tensor_over
 from ..running.torch_settings import TorchSettings
-from ..running.values import tensor_bytes
+from ..running.values import dtype_name, tensor_bytes
 from ..spec import (
     BUNDLE_FILE,
     BuildSpec,
@@ -57,6 +57,7 @@ from .batching_check import with_batching
 from .dynamic import NotDynamic, working_end
 from .encoder import EncodedProgram
 from .export import export_module, write_program
+from .model_folder import listed
 from .module_mode import build_module
 from .precision import MAX_ERROR, PLAIN_CALLS, derive, stays_exact
 from .sources import Loaded, example_specs, load_source
@@ -136,7 +137,7 @@ def _in_precision(
         why = "module mode has no graph to change"
     if why:
         return stays_exact(manifest, name, why)
-    source = Path(spec.source)
+    source = Path(spec.program or spec.source)
     if name == "fast" and source.name == BUNDLE_FILE:  # the program is built again
         with contextlib.suppress(RegistrationRefused):  # its manifest is missing or damaged
             extra = {PLAIN_CALLS: load_manifest(source.parent).extra.get(PLAIN_CALLS, {})}
@@ -159,8 +160,13 @@ def _in_precision(
 
 
 def _build_bundle(
-    spec: BuildSpec, out_dir: Path, progress: Progress, weights: Mapping[str, Weight] | None = None
+    spec: BuildSpec,
+    out_dir: Path,
+    progress: Progress,
+    weights: Mapping[str, Weight] | None = None,
+    loaded: Loaded | None = None,
 ) -> Manifest:
+    """Build a bundle's program, with ``weights``; compare it with the module ``loaded``."""
     progress("build", 0.0)
     path = out_dir / BUNDLE_FILE
     try:
@@ -174,17 +180,25 @@ def _build_bundle(
             "the bundle is not that of a language model",
             hint="give the model itself, with generate=True",
         )
+    unused: list[str] = []
     if spec.weights and weights is None:
         if not spec.weights.endswith(".safetensors"):
             raise RegistrationRefused(
                 f"weights {spec.weights!r}", "a bundle has its own weights", hint="omit weights"
             )
         weights = _weights_in(Path(spec.weights))
-    if weights is not None:
+        unused = _unused(weights, _write_weights(path, bundle, weights, spec.part))
+    elif weights is not None:
         _write_weights(path, bundle, weights, spec.part)
-    shapes = _shapes_of(spec, bundle.graph)
-    manifest = _finish_graph(bundle, spec, path, None, shapes, progress)
-    notes = [*bundle.notes, *manifest.extra.get("notes", ())]
+    shapes, fresh, examples = _shapes_of(spec, bundle.graph), None, list[torch.Tensor]()
+    if loaded is not None:
+        fresh, examples = loaded.fresh, loaded.examples
+        if bundle.settings != loaded.settings_for(bundle.graph):
+            raise RegistrationRefused("program", "the files of its folder have changed")
+    if examples:
+        shapes = [_extents(bundle.graph, examples)]
+    manifest = _finish_graph(bundle, spec, path, fresh, shapes, progress, examples)
+    notes = [*bundle.notes, *unused, *manifest.extra.get("notes", ())]
     return msgspec.structs.replace(manifest, extra={**manifest.extra, "notes": notes})
 
 
@@ -201,8 +215,36 @@ def _weights_in(path: Path) -> dict[str, Weight]:
     }
 
 
-def _write_weights(path: Path, bundle: Bundle, weights: Mapping[str, Weight], part: str) -> None:
-    """Overwrite a bundle's weights in the file; names, dtypes, shapes and offsets stay the same."""
+def _weights_of(state: Mapping[str, torch.Tensor]) -> dict[str, Weight]:
+    return {
+        f"module.{name}": Weight(
+            dtype_name(one.dtype, name),
+            tuple(one.shape),
+            np.frombuffer(tensor_bytes(one.contiguous()), np.uint8),
+        )
+        for name, one in state.items()
+    }
+
+
+def _unused(weights: Mapping[str, Weight], used: Collection[str]) -> list[str]:
+    """Return a note on a file's tensors that the program lacks. Another name of a tied weight, and
+    a count that only training uses, are no news."""
+    values = [weights[name].values for name in used]
+    names = [
+        name.removeprefix("file.")
+        for name, one in weights.items()
+        if name not in used
+        and not name.endswith(".num_batches_tracked")
+        and not any(np.array_equal(one.values, other) for other in values)
+    ]
+    return [listed(names)] if names else []
+
+
+def _write_weights(
+    path: Path, bundle: Bundle, weights: Mapping[str, Weight], part: str
+) -> Collection[str]:
+    """Overwrite a bundle's weights in the file; names, dtypes, shapes and offsets stay the same.
+    Return the names of ``weights`` that it has."""
     specs = {tensor.name: (tensor.dtype, tensor.shape) for tensor in bundle.tensors}
     own = {name: (one.dtype, one.shape) for name, one in weights.items()}
     names = match(specs, own, part, bundle.unsaved)
@@ -211,6 +253,7 @@ def _write_weights(path: Path, bundle: Bundle, weights: Mapping[str, Weight], pa
             if tensor.name in names:
                 file.seek(tensor.file_offset_bytes)
                 file.write(np.ascontiguousarray(weights[names[tensor.name]].values).data)
+    return {*names.values()}
 
 
 def _build_version(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int) -> Manifest:
@@ -236,8 +279,15 @@ def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes
     settings = TorchSettings.now()  # as the constructor set them; no call has changed them
     specs = example_specs(loaded.inputs)
     examples = loaded.examples or acceptable_inputs(specs, {}, loaded.outputs)
-    progress("export", 0.0)
     is_factory = not spec.source.startswith(("torchvision:", "hf:"))
+    if spec.program:
+        own = msgspec.structs.replace(spec, source=spec.program, weights="")
+        state = loaded.module.state_dict()
+        with contextlib.suppress(RegistrationRefused):  # the source has changed: it is exported
+            manifest = _build_bundle(own, out_dir, progress, _weights_of(state), loaded)
+            notes = [*loaded.notes, *manifest.extra["notes"]]
+            return msgspec.structs.replace(manifest, extra={**manifest.extra, "notes": notes})
+    progress("export", 0.0)
     try:
         return _export(spec, loaded, examples, out_dir, progress)
     except RegistrationRefused as refusal:
@@ -279,18 +329,13 @@ def _export(
     manifests: list[Manifest] = []
 
     def verify(program: EncodedProgram) -> None:
-        outputs = [one.name for one in program.graph.outputs]
-        settings = loaded.settings
-        program.settings = settings if settings is None or settings.fits(outputs) else None
-        program.examples = [] if settings is not None else list(loaded.examples or [])
+        program.settings = loaded.settings_for(program.graph)
+        program.examples = [] if loaded.settings is not None else list(loaded.examples or [])
         write_program(path, program)
         bundle = read_bundle(path)  # checks that our reader accepts the file
         if program.graph.dims:
             checking.dry_run_ends(program.graph, program.weights)
-        own = values_of(
-            (value.shape for value in program.graph.inputs), (value.shape for value in examples)
-        )
-        assert own is not None
+        own = _extents(program.graph, examples)
         others = checking.shapes_to_try(program.graph.dims, own, program.suspects)
         manifests[:] = [
             _finish_graph(
@@ -321,6 +366,12 @@ def _export(
             "notes": [*loaded.notes, *manifest.extra.get("notes", ()), *program.notes],
         },
     )
+
+
+def _extents(graph: Graph, examples: Sequence[torch.Tensor]) -> dict[str, int]:
+    own = values_of((one.shape for one in graph.inputs), (one.shape for one in examples))
+    assert own is not None
+    return own
 
 
 def _finish_graph(

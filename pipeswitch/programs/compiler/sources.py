@@ -20,6 +20,7 @@ from torch import nn
 from ...base.errors import PipeSwitchError, RegistrationRefused
 from ...base.extras import BUILDERS
 from ...commits.weights import load_weights
+from ..graphs.bundle import Graph
 from ..interface.dims import Dim, typical
 from ..interface.layout import ITEM_BYTES, KindSettings, ValueSpec
 from ..interface.matching import match
@@ -31,6 +32,7 @@ from ..running.unregistered_tensors import loose_tensors
 from ..running.values import dtype_name, flatten_outputs
 from ..spec import BuildSpec
 from . import model_folder
+from .adapters import merged
 from .checking import align
 from .dynamic import Dynamic, Range
 from .export import Builder
@@ -124,6 +126,12 @@ class Loaded:
         places, named = split_arguments(self.arguments(inputs), self.keywords())
         return self.module(*places, **named, **without_cache(self.module))
 
+    def settings_for(self, graph: Graph) -> KindSettings | None:
+        """Return the settings of a program with these outputs; None: it is a plain model."""
+        outputs = [one.name for one in graph.outputs]
+        settings = self.settings
+        return settings if settings is None or settings.fits(outputs) else None
+
     def outputs(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the outputs, in order, of the module in its initial state."""
         return self.fresh(inputs)
@@ -140,6 +148,9 @@ def load_source(spec: BuildSpec) -> Loaded:
     seed = _seed(spec.weights)
     with seeded(seed):
         module = _with_weights(spec, construct)
+    if spec.adapter:
+        assert isinstance(module, _ByPosition)
+        module.model = merged(module.model, spec.adapter)
     refuse_engines(module)
     for child in module.modules():
         child.training = False

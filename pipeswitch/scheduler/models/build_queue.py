@@ -27,8 +27,8 @@ class BuildQueue:
 
     @property
     def is_idle(self) -> bool:
-        """True if no build runs."""
-        return not self._running
+        """True if no build waits or runs."""
+        return not (self._running or self.waiting)
 
     def check_room(self, client: str) -> None:
         """Raise QueueFull if no further registration of this client may wait."""
@@ -68,7 +68,7 @@ class BuildQueue:
     def _next(self) -> Registration | None:
         """Return the first registration of the idle client whose last turn is longest ago."""
         busy = {one.client for one in self._running.values()}
-        free = [one for one in self.waiting if one.client not in busy]
+        free = [one for one in self.waiting if one.client not in busy and one.like is None]
         return min(free, key=lambda one: self._last_turns.get(one.client, -1), default=None)
 
     def give_up(self, one: Registration) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -23,6 +23,7 @@ from ..state.records import DeviceModel, Model, Registration
 from ..state.states import ModelEvent, ModelState
 from ..state.versions import AT, PRESENT, Versions, split_name, version_name
 from .build_queue import BuildQueue
+from .likes import OF_ONE, Likes, decoded
 from .names import Names, not_found
 
 OUT_OF_TIME: Final = (-14, -24)  # SIGALRM and SIGXCPU
@@ -48,6 +49,7 @@ class Registry:
         self.names = Names(core, machine, admission, versions)
         self.registrations = self.names.registrations
         self._builds = builds
+        self.likes = Likes(core, machine, versions, self.registrations)
 
     # -- register -----------------------------------------------------------------------------
 
@@ -87,7 +89,10 @@ class Registry:
                 hint="pipeswitch unregister NAME",
             )
         self._builds.check_room(event.client)
-        self._begin(event, (event.token,))
+        like = self.likes.of(event)
+        if like is not None and event.like:
+            event = msgspec.structs.replace(event, devices=like.devices, wrapper=like.wrapper)
+        self._begin(event, (event.token,), like=like)
 
     def _is_same(self, event: ev.RegisterModelRequest, old: Model) -> bool:
         """Return True if the registration repeats the old one, from the same tenant.
@@ -121,8 +126,9 @@ class Registry:
         waiters: tuple[ev.Token, ...],
         *,
         takes_over: bool = False,
+        like: Model | None = None,
     ) -> None:
-        """Reserve the name and queue a build."""
+        """Reserve the name and queue a build, which waits for the program of ``like``."""
         core, machine = self._core, self._machine
         base, version = split_name(event.model)
         registration = Registration(
@@ -133,6 +139,7 @@ class Registry:
             build_id=core.next_op_id(),
             takes_over=takes_over,
             is_known=event.is_known,
+            like=like,
             waiters=list(waiters),
         )
         model = Model(
@@ -162,6 +169,8 @@ class Registry:
 
     def pump(self) -> int:
         """Finish unregistrations whose model is idle now; start the next builds."""
+        for one, why in self.likes.pump(self._builds.waiting):
+            self.give_up(self._machine.models[one.model], why)
         self.names.pump(is_idle=self._builds.is_idle)
         self._builds.pump()
         return QUEUE | TURN | RESIDENCY if self.names.leaving else 0
@@ -441,11 +450,12 @@ def _taken(event: ev.RegisterModelRequest, old: Model, spec: bytes) -> errors.Al
     if is_leaving or old.tenant != event.tenant:
         why = "being unregistered" if is_leaving else "another client's"
         return errors.AlreadyExists(f'"{event.model}" is {why}', hint=hint)
-    skipped = {"name", "part", "allow_module_mode", *(("source", "weights") * (old.version > 1))}
+    skipped = {*OF_ONE, "part", *(("source", "weights") * (old.version > 1))} - {"adapter"}
     differs: dict[str, str] = {}
     with contextlib.suppress(msgspec.DecodeError, UnicodeError):
-        was, now = (msgspec.msgpack.decode(one, type=dict[str, Any]) for one in (spec, event.spec))
-        for option in sorted(was.keys() & now.keys() - skipped):
+        was, now = map(decoded, (spec, event.spec))
+        own = {"weights"} if event.like else was.keys() & now.keys() - skipped
+        for option in sorted(own):
             if now[option] != was[option]:  # a path on the server is not shown
                 pair = f" ({now[option]!r}, not {was[option]!r})"
                 differs[option] = option + pair * (len(pair) <= MAX_SHOWN and "'/" not in pair)

@@ -47,7 +47,7 @@ class Names:
         """Finish unregistrations whose model is idle now.
 
         Args:
-            is_idle: whether no build runs; a running build may reuse files that would be removed.
+            is_idle: whether no build waits or runs; builds may reuse files that would be removed.
         """
         for model in list(self.leaving.values()):
             self._finish(model)

@@ -13,9 +13,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -32,7 +31,6 @@ from ...base.errors import (
 from ...ipc.messages.base import JobName, ModelName, OpId
 from ...ipc.messages.daemon import CommitPersisted, PersistCommit
 from ...ipc.messages.worker import PublishAnswered, PublishCopied, PublishStep
-from ...programs.interface.layout import BUNDLE_FILE
 from ...programs.interface.matching import match
 from ..server.server_state import ServerState
 from ..state.core import ALL, Core, handles
@@ -102,9 +100,7 @@ class Publishing:
             raise ServerUnavailable(
                 f'a version of "{name}" is being built', hint="try again when it is ready"
             )
-        spec = msgspec.msgpack.decode(event.spec)
-        form = {key: spec[key] for key in ("precision", "max_error") if spec["precision"]}
-        self._begin_version(before, spec["weights"], "", event.token, form)
+        self._begin_version(before, event.spec, event.token)
 
     def script_asked(self, device: DeviceState, worker: Worker, message: PublishStep) -> None:
         """Accept or refuse a script's request to publish its current step, and reply at once."""
@@ -270,29 +266,16 @@ class Publishing:
         weights = one.directory or f"{self._core.settings.commits_dir}/{one.job}"
         token = one.token
         one.stage, one.token = "builds", None  # the registry answers the client
-        one.version = self._begin_version(before, weights, one.part, token)
+        own = msgspec.msgpack.encode({"weights": weights, "part": one.part})
+        one.version = self._begin_version(before, own, token)
         one.registration = self._registry.registrations[one.version.name]
 
-    def _begin_version(
-        self,
-        before: Model,
-        weights: str,
-        part: str,
-        token: Token | None,
-        form: Mapping[str, Any] | None = None,
-    ) -> Model:
-        """Build the program of ``before`` with the weights of a commit's folder, or of a file.
-        ``form`` has the precision and its limit, if they change."""
+    def _begin_version(self, before: Model, own: bytes, token: Token | None) -> Model:
+        """Build the program of ``before`` with the weights that the spec ``own`` names."""
         served = self._versions.served(before.base)
-        assert before.manifest is not None
         assert served is not None
-        spec = msgspec.msgpack.decode(self._registry.registrations[before.name].spec)
-        if before.manifest.mode == "graph":
-            folder = self._core.settings.program_dir(before.manifest.digest)
-            spec["source"] = f"{folder}/{BUNDLE_FILE}"
-        spec |= {"name": f"{before.base} {served.last + 1}", "weights": weights, "part": part}
-        spec |= form or {}
-        return self._registry.begin_version(before, msgspec.msgpack.encode(spec), token)
+        spec = self._registry.likes.spec(before, f"{before.base} {served.last + 1}", own)
+        return self._registry.begin_version(before, spec, token)
 
     def _poll(self, one: Publication) -> None:
         """End the publication if its version is ready or has failed."""

@@ -124,6 +124,7 @@ class RegisterModelRequest(ClientRequest, frozen=True):
     restored: Manifest | None = None  # manifest from the journal: requests may wait for the build
     wrapper: Wrapper | None = None  # what converts its inputs and outputs
     aliases: tuple[ModelName, ...] = ()  # further names
+    like: ModelName = ModelName("")  # model whose program it takes, with the weights of ``spec``
 
 
 class VersionRequest(ClientRequest, frozen=True):

@@ -69,6 +69,7 @@ class Registration:
     storing: int | None = None  # index of the device whose daemon loads it into the host store
     takes_over: bool = False  # the version becomes current as soon as it is ready
     is_known: bool = False  # restored from the journal: listed as failed if it is refused
+    like: Model | None = None  # its build waits for this model's program, to take it
     rebuilds: str = ""  # digest of its program, whose derived file is damaged
     waiters: list[Token] = field(default_factory=list)
     end_waiters: list[Token] = field(default_factory=list)  # clients that await its removal

@@ -1,0 +1,106 @@
+"""Models that take the program of another one, and differ only in their weights. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from ...base.errors import PermissionDenied, RegistrationRefused
+from ...ipc.messages.base import ModelName
+from ...programs.interface.layout import BUNDLE_FILE
+from ..server.server_state import ServerState
+from ..state.core import Core
+from ..state.events import RegisterModelRequest
+from ..state.records import Model, Registration
+from ..state.states import ModelState
+from ..state.versions import AT, Versions
+from .names import not_found
+
+# Options in which registrations of one source may differ.
+OF_ONE: Final = {"name", "adapter", "program", "allow_module_mode"}
+
+
+class Likes:
+    """Which model's program a registration takes, and from when on it may be built."""
+
+    def __init__(
+        self,
+        core: Core,
+        machine: ServerState,
+        versions: Versions,
+        registrations: Mapping[ModelName, Registration],
+    ) -> None:
+        self._core = core
+        self._machine = machine
+        self._versions = versions
+        self._registrations = registrations
+
+    def of(self, event: RegisterModelRequest) -> Model | None:
+        """Return the model whose program the registration takes; None: its source is exported.
+
+        Raises:
+            ModelNotFound, PermissionDenied: there is no such model, or it is another tenant's.
+        """
+        if not event.like:
+            return self._sibling(event)
+        name = self._versions.aliases.names.get(event.like, event.like)
+        model = self._machine.models.get(name) if AT in name else self._versions.current(name)
+        if model is None or model.state.state is ModelState.LEAVING:
+            raise not_found(event.like)
+        if model.tenant != event.tenant:
+            raise PermissionDenied(f'"{event.like}" is another client\'s')
+        return model
+
+    def _sibling(self, event: RegisterModelRequest) -> Model | None:
+        """Return a model of the same source with another adapter, or without one, if it exists."""
+        own = decoded(event.spec) if b"adapter" in event.spec else {}
+        for model in self._machine.models.values() if own.get("adapter") else ():
+            if model.tenant == event.tenant and model.state.state is not ModelState.LEAVING:
+                spec = decoded(self._registrations[model.name].spec)
+                if all(spec.get(key) == own[key] for key in own.keys() - OF_ONE):
+                    return model
+        return None
+
+    def spec(self, model: Model, name: str, own: bytes) -> bytes:
+        """Return the spec of a model's program with the weights that the spec ``own`` names, and
+        with its precision, if it has one."""
+        spec, changes = decoded(self._registrations[model.name].spec), decoded(own)
+        spec["source"] = self._bundle_of(model) or spec["source"]
+        keys = ("precision", "max_error") if changes.get("precision") else ()
+        spec |= {key: changes[key] for key in ("weights", *keys)}
+        spec |= {key: "" for key in ("adapter", "program") if spec.get(key)}  # they are merged
+        spec |= {"name": name, "part": changes.get("part", "")}
+        return msgspec.msgpack.encode(spec)
+
+    def _bundle_of(self, model: Model) -> str:
+        """Return the path of a built model's bundle; empty: it runs as a module."""
+        if model.built.mode != "graph":
+            return ""
+        return f"{self._core.settings.program_dir(model.built.digest)}/{BUNDLE_FILE}"
+
+    def pump(
+        self, waiting: Sequence[Registration]
+    ) -> Iterator[tuple[Registration, RegistrationRefused]]:
+        """Let those registrations be built whose program is there; yield those that get none."""
+        for one in [*waiting]:
+            like = one.like
+            if like is None:
+                continue
+            is_gone = self._machine.models.get(like.name) is not like
+            if not is_gone and like.state.state is ModelState.BUILDING:
+                continue
+            own, bundle = decoded(one.spec), "" if is_gone else self._bundle_of(like)
+            if own.get("adapter"):  # without a program it is exported
+                one.spec, one.like = msgspec.msgpack.encode({**own, "program": bundle}), None
+            elif bundle:
+                one.spec, one.like = self.spec(like, one.model, one.spec), None
+            else:
+                why = "is not registered" if is_gone else "runs as a module: give the source"
+                yield one, RegistrationRefused("like", f'"{like.base}" {why}')
+
+
+def decoded(spec: bytes) -> dict[str, Any]:
+    """Return the options of an encoded spec."""
+    return msgspec.msgpack.decode(spec, type=dict[str, Any])
