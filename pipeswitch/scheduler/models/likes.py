@@ -23,7 +23,7 @@ OF_ONE: Final = {"name", "adapter", "program", "allow_module_mode"}
 
 
 class Likes:
-    """Which model's program a registration takes, and from when on it may be built."""
+    """Choice of the model whose program a registration takes, and the wait for it."""
 
     def __init__(
         self,
