@@ -74,7 +74,7 @@ class Principal:
         roles = in_order({*self.roles, role})
         if self.has_token:
             is_anyone = self.tenant == ANYONE
-            who = "a caller without a token" if is_anyone else f'token "{self.tenant}"'
+            who = "a caller without a known token" if is_anyone else f'token "{self.tenant}"'
             hint = f"a line of the file of [gateway] tokens: NAME TOKEN {','.join(roles)}"
         elif self.tenant == ANYONE:
             who = "a TCP client without a key"

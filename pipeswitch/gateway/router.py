@@ -87,9 +87,11 @@ class Router:
         methods, values = self._routes.match(path)
         route = methods.get("GET" if head.method == "HEAD" else head.method)
         if route is not None and route.is_probe:
-            caller = Authenticator.PROBE
+            caller = self._callers.probe
         else:
-            caller = self._callers.principal(head.headers.get("authorization", ""))
+            # Anthropic's clients send ``x-api-key``.
+            key = f"Bearer {head.headers.get('x-api-key', '')}"
+            caller = self._callers.principal(head.headers.get("authorization") or key)
         if not methods:
             raise self._not_found(path)
         if route is None:

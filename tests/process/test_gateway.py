@@ -544,28 +544,61 @@ HALF_OPEN = """
                 for _ in range(3)
             ]
             live = channels[0].unary_unary(LIVE)
-            wrong = (("authorization", "Bearer wrong"),)
-            found = [await refused(channels[0].stream_unary(INFER)(metadata=wrong))]
             half = [channels[n % 3].stream_unary(INFER)() for n in range(CALLS_PER_ADDRESS)]
             while not (full := await refused(live(b""))):  # it may have had the place of one
                 half.append(channels[len(half) % 3].stream_unary(INFER)())
                 await asyncio.sleep(0.01)
-            found.append(full)
             for call in half:
                 call.cancel()
             while await refused(live(b"")):
                 await asyncio.sleep(0.01)
-            print(json.dumps(found))
+            print(json.dumps(full))
 
     asyncio.run(main())
 """
 
 
 def test_calls_whose_message_does_not_come_leave_room_for_other_addresses(checked: Checked) -> None:
-    stranger, full = run(HALF_OPEN, checked.running.grpc_address)
-    assert stranger[0] == "UNAUTHENTICATED"  # refused before the client has sent its message
+    full = run(HALF_OPEN, checked.running.grpc_address)
     assert full[0] == "RESOURCE_EXHAUSTED"
     assert "calls from this address" in full[1]
+
+
+STRANGER = """
+    import json, sys
+    import grpc
+
+    INFER = "/inference.GRPCInferenceService/ModelInfer"
+
+    def pending():
+        yield from iter(is_over.wait, True)  # no message before the call ends
+
+    import threading
+    is_over = threading.Event()
+    with grpc.insecure_channel(sys.argv[1]) as channel:
+        try:
+            channel.stream_unary(INFER)(pending(), metadata=(("authorization", "Bearer wrong"),))
+        except grpc.RpcError as error:
+            print(json.dumps([error.code().name, error.details()]))
+        is_over.set()
+"""
+
+
+def test_an_address_that_gives_no_roles_needs_a_known_token(tokens: Path) -> None:
+    args = ("--gateway-tokens", str(tokens), "--gateway-roles", "")
+    with checked_server(http=True, args=args) as checked:
+        http = checked.running.http_address
+        load = "/v2/repository/index"
+        for header in ("Authorization: Bearer wrong", "x-api-key: wrong"):
+            status, answer = curl(http, load, "-X", "POST", "-H", header)
+            assert (status, answer["error"]) == (401, "unknown token")
+            assert "[gateway] tokens" in answer["hint"]
+        for header in ("Authorization: bearer EMPTY", "x-api-key;", "Accept: */*"):
+            assert curl(http, load, "-X", "POST", "-H", header)[0] == 403
+        for header in (f"authorization: BEARER {TOKEN}", f"x-api-key: {TOKEN}"):
+            assert curl(http, load, "-X", "POST", "-H", header)[0] == 200
+        # It is refused before the client has sent its message.
+        assert run(STRANGER, checked.running.grpc_address)[0] == "UNAUTHENTICATED"
 
 
 HALF_MESSAGES = """
@@ -784,14 +817,14 @@ def test_a_token_that_is_added_or_taken_counts_soon_on_a_connection_that_is_kept
         return answer.status
 
     without = tokens.read_text()
-    assert status() == 401
+    assert status() == 403
     tokens.write_text(f"{without}late a-token-that-was-added operate\n")
     until(lambda: status() == 200, "it counts")
     socket_kept = connection.sock
     assert [status(), status()] == [200, 200]
     assert connection.sock is socket_kept
     tokens.write_text(without)
-    until(lambda: status() == 401, "it counts no more")
+    until(lambda: status() == 403, "it counts no more")
 
 
 def scrape(address: str, *args: str) -> str:
@@ -846,8 +879,13 @@ def test_prometheus_own_checker_has_nothing_to_say_of_the_metrics(http: str) -> 
         ("/v2/models/..%2F..%2Fetc/infer", ("-d", ONES), 404, "no model"),
         ("/v2", ("-H", "Host: evil.example"), 403, "evil.example"),
         ("/v2", ("-H", "Origin: https://evil.example"), 403, "evil.example"),
-        ("/v2", ("-H", "Authorization: Bearer wrong"), 401, "unknown token"),
         ("/v2/repository/models/mlp/load", ("-X", "POST"), 403, '"operate"'),
+        (
+            "/v2/repository/models/mlp/load",
+            ("-X", "POST", "-H", "Authorization: Bearer wrong"),
+            403,
+            "a caller without a known token",
+        ),
         ("/v2/repository/index", ("-d", '{"ready": 1}'), 400, "true or false"),
         ("/v2/models/mlp/infer", ("-d", "", "-H", "Content-Length: 9999999999"), 413, "64.00 MiB"),
     ],

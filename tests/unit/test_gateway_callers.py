@@ -28,9 +28,14 @@ from pipeswitch.wire.tokens import read_tokens
 TOKEN = "0123456789abcdef"
 
 
-def callers(*, needs_token: bool = False, hosts: frozenset[str] | None = None) -> Authenticator:
+def callers(
+    *,
+    needs_token: bool = False,
+    hosts: frozenset[str] | None = None,
+    roles: frozenset[Role] = DEFAULT_ROLES,
+) -> Authenticator:
     tokens = {TOKEN: Principal(tenant="ops", roles=frozenset({Role.INFER, Role.OPERATE}))}
-    return Authenticator(roles=DEFAULT_ROLES, tokens=tokens, needs_token=needs_token, hosts=hosts)
+    return Authenticator(roles=roles, tokens=tokens, needs_token=needs_token, hosts=hosts)
 
 
 def test_without_a_token_a_caller_has_infer_alone() -> None:
@@ -45,18 +50,44 @@ def test_without_a_token_a_caller_has_infer_alone() -> None:
             assert caught.value.role == row.role
 
 
-def test_a_token_adds_its_roles_and_an_unknown_one_is_no_ones() -> None:
-    for scheme in ("Bearer", "bearer"):
+def test_a_token_adds_its_roles() -> None:
+    for scheme in ("Bearer", "bearer", "BEARER"):
         assert callers().principal(f"{scheme} {TOKEN}").may_operate
-    for shown in ("Bearer nonsense", "Basic abc", TOKEN, "Bearer", "Bearer \udcff"):
-        with pytest.raises(Unauthenticated):
-            callers().principal(shown)
-    with pytest.raises(Unauthenticated, match="needs a token"):
-        callers(needs_token=True).principal("")
+        assert callers(needs_token=True).principal(f"{scheme}  {TOKEN} ").may_operate
+
+
+NO_KEYS = ("", "Bearer", "Bearer ", "bearer EMPTY", "BEARER  EMPTY ")
+PLACEHOLDERS = ("Bearer ollama", "bearer sk-1", "Basic abc", TOKEN, "Bearer \udcff", "Bearer empty")
+
+
+@pytest.mark.parametrize("shown", [*NO_KEYS, *PLACEHOLDERS])
+def test_an_open_address_takes_any_key_as_nobodys(shown: str) -> None:
+    assert callers().principal(shown) == Principal(tenant=ANYONE, roles=DEFAULT_ROLES)
+
+
+def test_where_a_token_is_needed_an_unknown_one_is_refused() -> None:
+    closed = callers(needs_token=True)
+    for shown in NO_KEYS:
+        with pytest.raises(Unauthenticated, match="needs a token"):
+            closed.principal(shown)
+    for shown in PLACEHOLDERS:
+        with pytest.raises(Unauthenticated, match="unknown token"):
+            closed.principal(shown)
+
+
+def test_without_roles_for_everybody_an_unknown_key_is_refused_and_no_key_has_no_role() -> None:
+    closed = callers(roles=frozenset())
+    for shown in PLACEHOLDERS:
+        with pytest.raises(Unauthenticated) as caught:
+            closed.principal(shown)
+        assert "EMPTY" not in caught.value.hint
+    for shown in NO_KEYS:
+        assert not closed.principal(shown).roles
+    assert closed.principal(f"Bearer {TOKEN}").may_operate
 
 
 def test_a_token_that_is_taken_away_is_known_no_more() -> None:
-    known = callers()
+    known = callers(needs_token=True)
     known.learn({"another-token-of-ops": Principal(tenant="ops")})
     assert known.principal("Bearer another-token-of-ops").tenant == "ops"
     with pytest.raises(Unauthenticated):
@@ -164,10 +195,3 @@ def test_a_refusal_has_text_code_and_hint_and_a_bug_keeps_its_insides() -> None:
     body = {"error": 'no model "m"', "code": "ModelNotFound", "hint": "pipeswitch models"}
     assert body_of(error) == body
     assert "secret" not in body_of(as_ours(ValueError("secret")))["error"]
-
-
-@pytest.mark.parametrize("needs_token", [True, False])
-def test_a_placeholder_key_is_told_which_one_is_right(needs_token: bool) -> None:
-    with pytest.raises(Unauthenticated) as caught:
-        callers(needs_token=needs_token).principal("Bearer DUMMY_KEY")
-    assert ("EMPTY" in caught.value.hint) is not needs_token

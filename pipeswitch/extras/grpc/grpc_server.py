@@ -187,7 +187,7 @@ class GrpcVerbs:
         async def call(_: object, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
             try:
                 with self._place(context) as (address, arriving):
-                    caller = Authenticator.PROBE if is_probe else self._caller(context)
+                    caller = self._callers.probe if is_probe else self._caller(context)
                     data = await _only(arriving)
                     LEFT_S.set(context.time_remaining())
                     async with self._answered(

@@ -10,19 +10,17 @@ import hashlib
 import hmac
 import re
 from collections.abc import Iterable, Mapping
-from typing import ClassVar, Final
+from dataclasses import replace
+from typing import Final
 
-from ...base.roles import ANYONE, OWNER, CallerRegistry, Principal, Role
+from ...base.roles import OWNER, CallerRegistry, Principal, Role
 from ..http.http_errors import Unauthenticated, WrongHost
 
-SCHEME: Final = "bearer "
-NO_TOKEN: Final = ("", "Bearer EMPTY")  # OpenAI's clients always send a token: EMPTY means none
+NO_KEYS: Final = ("", "EMPTY")  # clients that always send a key send one of these for none
 
 
 class Authenticator:
     """The known tokens, and the roles of a caller without a token."""
-
-    PROBE: ClassVar[Principal] = Principal(tenant=ANYONE)  # health probes have no token
 
     def __init__(
         self,
@@ -46,6 +44,8 @@ class Authenticator:
         """
         self._callers = CallerRegistry(roles, has_token=True)
         self._needs_token = needs_token
+        no_roles = replace(self._callers.anyone, roles=frozenset())
+        self.probe = no_roles if needs_token else self._callers.anyone  # it never has a token
         self._hosts = hosts
         self.origins = origins
         self._owner = {owner_token: OWNER} if owner_token else {}
@@ -61,31 +61,32 @@ class Authenticator:
     def principal(self, authorization: str) -> Principal:
         """Return the caller of an ``Authorization`` header; empty: an anonymous caller.
 
+        Where callers without a token have roles, an unknown token is that of an anonymous caller.
+
         Raises:
-            Unauthenticated: a token is required, or this one is unknown.
+            Unauthenticated: a token is required and missing or unknown.
         """
-        if authorization in NO_TOKEN:
+        scheme, _, key = authorization.partition(" ")
+        is_bearer = scheme.lower() == "bearer"
+        if is_bearer and key.strip() not in NO_KEYS:
+            digest_given, match = _digest(key.strip()), None
+            # Compare all, so that the time reveals nothing.
+            for digest, principal in self._callers.known.items():
+                if hmac.compare_digest(digest, digest_given):
+                    match = principal
+            if match is not None:
+                return match
+        elif is_bearer or not scheme:
             if self._needs_token:
                 raise Unauthenticated(
                     "this address needs a token", hint="Authorization: Bearer TOKEN"
                 )
             return self._callers.anyone
-        match = None
-        if authorization[: len(SCHEME)].lower() == SCHEME:
-            digest_given = _digest(authorization[len(SCHEME) :].strip())
-            # Compare all, so that the time reveals nothing.
-            for digest, principal in self._callers.known.items():
-                if hmac.compare_digest(digest, digest_given):
-                    match = principal
-        if match is None:
+        if self._needs_token or not self._callers.anyone.roles:
             raise Unauthenticated(
-                "unknown token",
-                hint="the file of [gateway] tokens has the valid ones"
-                if self._needs_token
-                else "this address needs no token: give EMPTY as the key; the file of [gateway] "
-                "tokens has the valid ones",
+                "unknown token", hint="the file of [gateway] tokens has the valid ones"
             )
-        return match
+        return self._callers.anyone  # many clients send a placeholder to a server that needs none
 
     def check_host(self, host: str) -> None:
         """Refuse an unknown ``Host``: a page of another site cannot forge this header.

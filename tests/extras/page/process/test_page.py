@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import os
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from process_tools import Checked, checked_server, mlp, until, write_script
+from process_tools import Checked, checked_server, free_port, mlp, until, write_script
 
 from tests.models.sequences import CELL, Cell, seeded
 from tests.models.sequences import WIDTH as CELL_WIDTH
@@ -186,11 +185,6 @@ def serving(state: Path, port: int, devices: tuple[str, ...] = ("cpu",)) -> Iter
         yield checked
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
-
-
 def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
     driver: Any, tmp_path: Path
 ) -> None:
@@ -207,7 +201,7 @@ def test_the_page_shows_a_switch_and_a_preemption_and_outlives_the_server(
         tab.shows("#login", "pipeswitch ui")
         assert not driver.find_element("css selector", "#live").is_displayed()
         driver.find_element("css selector", "#token").send_keys("a-token-of-nobody\n")
-        tab.shows("#wrong", "unknown token")
+        tab.shows("#wrong", "without a known token")
         driver.get("about:blank")  # so that none of its requests is refused later
         refused = tab.complaints()
         assert refused
