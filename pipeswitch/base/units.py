@@ -81,6 +81,13 @@ def format_bytes(size_bytes: float) -> str:
     return f"{size_bytes:.2f} TiB"
 
 
+def format_number(number: float) -> str:
+    """Format a number for people: three significant digits, as in 0.00, 3.30e-06, 1.25 or 1234."""
+    if 99.95 <= abs(number) < 1e15:
+        return f"{number:.0f}"
+    return f"{number:#.3g}" if number else "0.00"
+
+
 @dataclass(frozen=True)
 class RetentionPolicy:
     """Rule for keeping items: the newest ``count``, or those up to a maximum age."""

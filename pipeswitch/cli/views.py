@@ -22,7 +22,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from ..base.units import escape_control_chars, format_bytes, printed
+from ..base.units import escape_control_chars, format_bytes, format_number, printed
 from ..wire.request_timing import OPTIONAL, PARTS
 
 PIPE_COLUMNS: Final = 240
@@ -306,8 +306,8 @@ def cell(column: str, value: Any) -> Text:
         return Text("")
     if column in ("state", "residency"):
         return Text(str(value), style=STATE_STYLES.get(str(value), ""))
-    if column in ("bytes", *PS_SIZES) or (column in ("device", "host") and str(value).isdigit()):
-        return Text(format_bytes(int(value)) if int(value) else "")
+    if column in ("bytes", *PS_SIZES) or (column in ("device", "host") and type(value) is int):
+        return Text(format_bytes(value) if value else "")
     if column == "last_used":
         return Text(f"{_duration(float(value))} ago")
     if isinstance(value, list):
@@ -315,7 +315,7 @@ def cell(column: str, value: Any) -> Text:
     if isinstance(value, bool):
         return Text("yes" if value else "")
     if isinstance(value, float):
-        return Text(f"{value:.2f}")
+        return Text(format_number(value))
     return Text(str(value))
 
 
@@ -354,7 +354,7 @@ def _plain(key: str, value: Any) -> Any:
             for one in value
         )
     if isinstance(value, float) and " " in key:
-        return f"{value:.2f}"
+        return format_number(value)
     is_size = isinstance(value, int) and key.endswith("bytes") and " " in key
     return format_bytes(value) if is_size else value
 
@@ -473,6 +473,10 @@ def progress_bar(enabled: bool, title: str) -> Iterator[Callable[[str, float], N
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=1.0)
-        yield lambda stage, part: bar.update(
-            task, completed=part, description=escape_control_chars(f"{title} {stage}", keep="")
-        )
+
+        def report(stage: str, part: float) -> None:
+            """Show a stage; until its first fraction is known, the bar only moves."""
+            description = escape_control_chars(f"{title} {stage}", keep="")
+            bar.update(task, completed=part, total=1.0 if part else None, description=description)
+
+        yield report

@@ -61,8 +61,8 @@ class Shown:
     kind: str
     state: str
     worker: int | None = None
-    device: str = ""  # number of bytes on the device
-    host: str = ""  # number of bytes in the host store
+    device: int | None = None  # number of bytes on the device
+    host: int | None = None  # number of bytes in the host store
     prio: int | None = None
     last_used_at_ms: float = 0.0
     why: str = ""
@@ -325,7 +325,7 @@ class Introspection:
                 "daemon",
                 "active" if state.daemon.is_ready else "starting",
                 pid=state.daemon.pid,
-                device=f"{arena.leasable_bytes - arena.regions.free_bytes}",
+                device=arena.leasable_bytes - arena.regions.free_bytes,
                 why="given up, because it died too often" if state.daemon.is_given_up else "",
             ).row(self._core.now_ms)
         device = self._machine.devices[0]
@@ -347,8 +347,8 @@ class Introspection:
             "model",
             self._model_state(device, replica, slot is not None),
             worker=slot,
-            device=f"{on.arena.held_bytes(replica)}",
-            host=f"{stored.size_bytes if stored else 0}",
+            device=on.arena.held_bytes(replica),
+            host=stored.size_bytes if stored else 0,
             prio=replica.model.priority,
             last_used_at_ms=replica.last_used_at_ms,
             why=self._model_why(device, replica),
@@ -400,8 +400,8 @@ class Introspection:
             "job",
             words.get(job.state.state, job.state.state.value),
             worker=job.slot,
-            device=f"{region.size_bytes if region else 0}",
-            host=f"{host_bytes}",
+            device=region.size_bytes if region else 0,
+            host=host_bytes,
             prio=job.spec.priority,
             last_used_at_ms=job.timing.last_ran_at_ms,
             why=job.progress.error or job.progress.why or behind(job, on.state),

@@ -410,7 +410,7 @@ class Oracle:
             allowed = {"failed"} if model.is_quarantined else states
             assert models[name]["state"] in allowed, models[name]
             assert models[name]["prio"] == model.priority, models[name]
-            assert int(models[name]["device"]) in (0, model.program.slots * SLOT_BYTES)
+            assert models[name]["device"] in (0, model.program.slots * SLOT_BYTES)
             assert model.is_pinned or models[name]["why"] != "pinned", models[name]
         for name, job in self.jobs.items():
             row = by_kind["job"][name]
@@ -418,8 +418,8 @@ class Oracle:
             assert row["prio"] == job.priority, row
         (daemon,) = by_kind["daemon"].values()
         if not self.jobs:  # no row shows a slice that is being zeroed
-            device_count = sum(int(row["device"]) for row in models.values())
-            assert int(daemon["device"]) == device_count, (daemon, models)
+            device_count = sum(row["device"] for row in models.values())
+            assert daemon["device"] == device_count, (daemon, models)
         pids = [row["pid"] for row in by_kind["worker"].values() if row["pid"]]
         assert len(pids) == len(set(pids)), f"one process in two slots: {pids}"
 

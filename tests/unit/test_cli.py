@@ -495,7 +495,7 @@ def test_a_request_that_fails_is_told_once(count: int, monkeypatch: pytest.Monke
 def test_ping_waits_for_a_server_that_is_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[Any] = [
         ServerUnavailable("nobody"),
-        {"ready": False, "why": "its engine does not run", "total_ms": 1.0},
+        {"ready": False, "why": "it starts its processes", "total_ms": 1.0},
         {"ready": True, "why": "", "total_ms": 1.0},
     ]
 
@@ -744,12 +744,12 @@ def test_a_failed_job_has_its_cause_and_what_to_type() -> None:
 
 
 def test_top_shows_what_jobs_hold_and_what_streams() -> None:
-    large = {"name": "large", "kind": "model", "device": "0", "streamed_bytes": 120 << 20}
+    large = {"name": "large", "kind": "model", "device": 0, "streamed_bytes": 120 << 20}
     job = {
         "name": "j",
         "kind": "job",
-        "device": str(8 << 20),
-        "host": str(5 << 20),
+        "device": 8 << 20,
+        "host": 5 << 20,
         "activation_bytes": 4 << 20,
         "offloaded_bytes": 3 << 20,
     }
@@ -761,7 +761,7 @@ def test_top_shows_what_jobs_hold_and_what_streams() -> None:
         "pool_capacity_bytes": 9 << 20,
     }
     large |= {"tokens": 70, "sequences": 2, "sequence_bytes": 2 << 20, "spare_bytes": 1 << 20}
-    anew = {"name": "anew", "kind": "model", "device": "0", "tokens": 3}
+    anew = {"name": "anew", "kind": "model", "device": 0, "tokens": 3}
     views.add_rates([large, anew, job], {"large": 20, "anew": 100}, 4.0)
     assert (large["tokens_per_s"], anew["tokens_per_s"]) == (12.5, 0.0)
     console = Console(width=200, file=io.StringIO())
@@ -810,7 +810,7 @@ def ps_rows(count: int) -> list[dict[str, Any]]:
             "name": f"{LONG}{n}",
             "kind": "model",
             "state": "host",
-            "host": "9",
+            "host": 9,
             "prio": "normal",
             "last_used": 5.0,
         }
@@ -849,7 +849,7 @@ def test_no_table_is_cut_without_a_sign(columns: tuple[str, ...], width: int) ->
     row = {
         one: 12345678 if one.endswith(("bytes", "step", "_s", "s")) else "words" for one in columns
     }
-    row |= {"name": LONG, "state": "suspended", "device": "0", "last_used": 3.0, "why": "w " * 60}
+    row |= {"name": LONG, "state": "suspended", "device": 0, "last_used": 3.0, "why": "w " * 60}
     table, dropped = views.Listing([row], columns).fitted(width)
     assert len(table.columns) + len(dropped) == len(columns)
     text = narrow(views.Listing([row], columns), width)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from rich.console import Console
 import pipeswitch as ps
 from pipeswitch.base.errors import to_wire
 from pipeswitch.base.model_options import RegisterRequest
-from pipeswitch.base.units import escape_control_chars
+from pipeswitch.base.units import escape_control_chars, format_number
 from pipeswitch.cli import main as cli_main
 from pipeswitch.cli import views
 from pipeswitch.controller.main import _log_to
@@ -189,3 +190,26 @@ def test_the_servers_log_holds_no_such_character(tmp_path: Path) -> None:
         root.setLevel(before[1])
         root.propagate = before[2]
     assert "a\\x1b[2J\\u202eb" in (tmp_path / "server.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0.0, "0.00"),
+        (3.3e-06, "3.30e-06"),
+        (0.00123, "0.00123"),
+        (0.9996, "1.00"),
+        (1.0, "1.00"),
+        (-2.345, "-2.35"),
+        (12.34, "12.3"),
+        (99.94, "99.9"),
+        (99.96, "100"),
+        (264.5, "264"),
+        (123456.7, "123457"),
+        (2e15, "2.00e+15"),
+        (math.inf, "inf"),
+        (math.nan, "nan"),
+    ],
+)
+def test_a_number_has_three_significant_digits(number: float, text: str) -> None:
+    assert format_number(number) == text

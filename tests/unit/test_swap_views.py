@@ -47,7 +47,7 @@ def test_a_swapped_job_shows_its_image_only_while_it_has_one_and_the_copies_as_s
     own, line = shown(rig)
     assert (own["swaps"], own["evictions"], own["lease_bytes"]) == (1, 0, 0)
     commits = 2 * job.memory.commit_slot_bytes
-    assert (line["device"], line["host"]) == ("0", str(40 * MIB + commits))
+    assert (line["device"], line["host"]) == (0, 40 * MIB + commits)
     rig.arrived("large")
     rig.done()
     (back,) = rig.sent(CopySliceIn)
