@@ -229,7 +229,11 @@ def ping(deep: bool, wait: str, as_json: bool) -> None:
 
 
 def _ping_until(until_s: float, deep: bool) -> dict[str, Any]:
-    """Return the first answer that is ready, or the last one; connect again for each attempt."""
+    """Return the first answer that is ready, or the last one; connect again for each attempt.
+
+    Each change of what it waits for is printed to stderr.
+    """
+    last_why = ""
     while True:
         is_last = time.monotonic() >= until_s
         try:
@@ -237,9 +241,14 @@ def _ping_until(until_s: float, deep: bool) -> dict[str, Any]:
                 answer: dict[str, Any] = client.ping(deep=deep)
             if is_last or answer["ready"]:
                 return answer
-        except ServerUnavailable:
+            why = answer["why"]
+        except ServerUnavailable as error:
             if is_last:
                 raise
+            why = error.message
+        if (now_why := why.rpartition(",")[0] or why) != last_why:  # without the seconds
+            views.echo(f"waiting: {why}", err=True)
+            last_why = now_why
         time.sleep(PING_AGAIN_S)  # wait for the next attempt
 
 

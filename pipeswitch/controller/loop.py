@@ -31,6 +31,7 @@ from .server import Server
 log = logging.getLogger(__name__)
 
 EXTEND_EVERY_S: Final = 15  # while it restores models, a manager gets an extension so often
+TELL_EVERY_S: Final = 2.0  # a start that takes longer says what it does, at most so often
 EXACT_BELOW_S: Final = 0.01  # epoll rounds up to milliseconds, too coarse for shorter waits
 
 
@@ -42,7 +43,8 @@ class Loop:
         self._server, self._ready_line = server, ready_line
         self._scheduler, self._effects = server.scheduler, server.effects
         self._is_announced = False
-        self._extend_at_s = time.monotonic() + EXTEND_EVERY_S
+        self._extend_at_s = self._tell_at_s = time.monotonic() + TELL_EVERY_S
+        self._progress = ""  # what the start did when it was reported last
         self._notifier = Notifier(os.environ)
         self._freed = FreedMemory()
         self._numbers = itertools.count(1)
@@ -101,12 +103,22 @@ class Loop:
         if since_s is None:  # no request waits
             self._freed.give_back(now_s)
         self._notifier.beat(now_s)
-        if not self._is_announced and now_s >= self._extend_at_s:
-            status = self._server.why_not_ready
-            self._notifier.notify(EXTEND_TIMEOUT_USEC=4_000_000 * EXTEND_EVERY_S, STATUS=status)
-            self._extend_at_s = now_s + EXTEND_EVERY_S
+        if not self._is_announced and now_s >= self._tell_at_s:
+            self._tell_progress(now_s)
         look_s, gateway_s = processes.seconds_to_look(since_s), gateway.wait_s()
         return look_s if gateway_s is None else min(look_s, gateway_s)
+
+    def _tell_progress(self, now_s: float) -> None:
+        """Report what the start waits for, to a manager and on stderr, when that changes."""
+        status = self._server.why_not_ready
+        progress = status.rpartition(",")[0]  # without the seconds
+        is_other, self._tell_at_s = progress != self._progress, now_s + TELL_EVERY_S
+        if is_other or now_s >= self._extend_at_s:
+            self._notifier.notify(EXTEND_TIMEOUT_USEC=4_000_000 * EXTEND_EVERY_S, STATUS=status)
+            self._progress, self._extend_at_s = progress, now_s + EXTEND_EVERY_S
+        if is_other:
+            with contextlib.suppress(OSError):  # the terminal was closed
+                sys.stderr.write(f"{status}\n")
 
     def handle_inbox(self) -> None:
         """Handle all queued events in order, then a drain for each signal, then a Tick if due."""

@@ -92,6 +92,7 @@ class Server:
             journal=self.journal,
             profiles_dir=Path(config.profiles_dir or SHIPPED_PROFILES),
         )
+        self._prepares = 0  # number of models that the start prepares
         self.tracer = Tracer(self.effects.timeline, self.frontend.answer_soon)
 
     def _make_frontend(self) -> Frontend:
@@ -123,10 +124,11 @@ class Server:
         if self.scheduler.core.is_draining:
             return DRAINING
         if not self.scheduler.is_ready:
-            return "its engine does not run"
+            return "it starts its processes"
         effects = self.effects
-        names = dict.fromkeys([*effects.restored.values(), *effects.first_attempts.values()])
-        return f"it prepares {', '.join(names)}" if names else ""
+        names = [*dict.fromkeys([*effects.restored.values(), *effects.first_attempts.values()])]
+        self._prepares = max(self._prepares, len(names))
+        return effects.builds.preparation(names, self._prepares) if names else ""
 
     def _give_up(self, reason: str) -> None:
         self.effects.left = Shutdown(status=os.EX_SOFTWARE, reason=reason)

@@ -87,7 +87,8 @@ class OpenInference:
         return _state({"live": await self._service.is_live()}, _soon("the server does not answer"))
 
     async def ready(self, request: Request, body: Any) -> Response:
-        return _state({"ready": await self._service.is_ready()}, _soon("the server is not ready"))
+        why = await self._service.why_unready(request.caller)
+        return _state({"ready": not why}, _soon(f"the server is not ready: {why}"))
 
     async def models(self, request: Request, body: Any) -> Response:
         rows = await self._service.index(request.caller)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import socket
 import subprocess
 import urllib.error
 import urllib.request
@@ -11,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from process_tools import command
+from process_tools import COMMAND, command, free_port, until
 
 from pipeswitch.base.errors import ServerUnavailable
 from pipeswitch.base.model_options import parse_states
@@ -200,3 +204,68 @@ def test_a_check_names_every_problem_and_passes_a_good_file(tmp_path: Path) -> N
     done = command("config", "check", str(path), cwd=tmp_path)
     assert "need each other" in done.stderr
     assert "[[model]] a" in done.stderr
+
+
+HELD = """
+import os, time
+from torch import nn
+
+def held():
+    while not os.path.exists(os.environ["HELD_UNTIL"]):
+        time.sleep(0.01)
+    return nn.Sequential(nn.Linear(4, 4))
+"""
+
+
+def test_a_start_says_everywhere_which_model_it_builds(tmp_path: Path) -> None:
+    (tmp_path / "own_configured.py").write_text(HELD)
+    model = '[[model]]\nname = "{}"\nsource = "own_configured:held"\nweights = "random:1"\n'
+    model += 'inputs = ["x=1x4:float32"]\n'
+    (tmp_path / "pipeswitch.toml").write_text("".join(map(model.format, ("one", "two"))))
+    tcp, http = (free_port() for _ in range(2))
+    held_until, where = tmp_path / "go", ["--host", f"tcp://127.0.0.1:{tcp}"]
+    args = ["--listen", where[1], "--http", f"127.0.0.1:{http}", "--state-dir", str(tmp_path / "s")]
+    environment = {
+        "PYTHONPATH": str(tmp_path),
+        "HELD_UNTIL": str(held_until),
+        "NOTIFY_SOCKET": str(tmp_path / "notify"),
+        "XDG_RUNTIME_DIR": str(tmp_path),
+    }
+    words = re.compile(r"building 1 of 2: one \(\w+, \d+ s\)")
+
+    def body() -> str:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{http}/v2/health/ready") as answer:
+                return str(answer.read())
+        except urllib.error.HTTPError as refused:
+            return str(json.loads(refused.read())["error"])
+        except OSError:
+            return ""
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(environment["NOTIFY_SOCKET"])
+        manager.settimeout(60)
+        serve = subprocess.Popen(
+            [*COMMAND, "serve", "--device", "cpu", "--arena", "64MiB", *args],
+            cwd=tmp_path,
+            env=os.environ | environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        try:
+            until(lambda: words.search(body()), "the health endpoint says it")
+            early = command(*where, "ping", "--wait", "1s")
+            assert (early.returncode, bool(words.search(early.stdout))) == (1, True), early
+            assert words.search(early.stderr), early
+            while not words.search(told := manager.recv(4000).decode()):
+                pass
+            assert "EXTEND_TIMEOUT_USEC=" in told
+            held_until.touch()
+            assert command(*where, "ping", "--wait", "2m").returncode == 0
+            assert "true" in body()
+        finally:
+            serve.send_signal(signal.SIGTERM)
+            output, errors = serve.communicate(timeout=60)
+    assert words.search(errors)
+    assert "is ready" in output

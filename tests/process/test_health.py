@@ -271,7 +271,8 @@ def test_systemd_hears_readiness_life_and_the_end(tmp_path: Path) -> None:
         manager.settimeout(30)
         environment = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "1500000"}
         with tools.checked_server(arena="64MiB", environment=environment, settles=False) as checked:
-            first = manager.recv(4000).decode()
+            while (first := manager.recv(4000).decode()).startswith("EXTEND_TIMEOUT_USEC="):
+                pass  # a busy machine starts it slowly
             assert first.startswith("READY=1\nSTATUS=pipeswitch is ready"), first
             assert [manager.recv(4000) for _ in range(3)] == [b"WATCHDOG=1"] * 3
             assert checked.client.ping()["ready"]

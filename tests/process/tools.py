@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -306,6 +307,11 @@ def checked_server(*, settles: bool = True, status: int = 0, **options: Any) -> 
 
 
 # ------------------------------------------------------------------------------- training
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
 
 
 def write_script(folder: Path, name: str, source: str) -> Path:

@@ -106,10 +106,20 @@ class Service:
 
     async def is_ready(self) -> bool:
         """Return True if the server would serve a request now."""
+        return not await self.why_unready(None)
+
+    async def why_unready(self, caller: Principal | None) -> str:
+        """Return why the server would serve no request now; empty if it would.
+
+        Only a caller who may list models reads which model is prepared.
+        """
         try:
-            return bool((await self._upstream.ask("ping"))["ready"])
+            answer = await self._upstream.ask("ping")
         except ServerUnavailable:
-            return False
+            return "it does not answer"
+        why = "" if answer["ready"] else str(answer.get("why") or "no node is ready")
+        is_told = caller is not None and Role.INFER in caller.roles
+        return why if is_told else why.partition(":")[0]
 
     async def is_model_ready(self, caller: Principal, model: str, version: str) -> bool:
         return not await self.why_not_ready(caller, model, version)

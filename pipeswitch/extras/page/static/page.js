@@ -95,6 +95,7 @@ function showFacts() {
   const told = [`${model.about.device.replaceAll(",", ", ")} ${model.stats.devices ? "devices" : "device"}`, `${size(model.stats.arena_capacity_bytes)} arena`,
     `${counted(model.stats.inference.ok, "request")} answered`, counted(model.stats.switches, "switch", "es"),
     counted(model.stats.preemptions, "preemption")];
+  if (!model.about.ready) told.unshift(model.about.why);
   $("facts").textContent = told.join("  ·  ");
   $("lanes").style.setProperty("--devices", model.timeline.devices.length);
 }

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from process_tools import ray_of_its_own, until
+from process_tools import free_port, ray_of_its_own, until
 
 from pipeswitch import Client
 from pipeswitch.base.errors import PipeSwitchError
@@ -51,12 +50,6 @@ RETURN_S = 240.0  # limit for a killed node's return, on a busy machine
 REQUESTS, KILLS, REPEATS = 300, 8, 20
 SEED = int(os.environ.get("SEED", "0")) or random.randrange(1, 1 << 30)
 X = np.random.default_rng(0).random((1, 8), dtype=np.float32)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
