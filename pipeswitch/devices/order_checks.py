@@ -45,11 +45,11 @@ def check_order(
         if group.arena_offset_bytes < start or group.arena_offset_bytes + size > end:
             raise RemoteProtocolError(f"group {index} lies outside of its region {start}…{end}")
         position, whole = 0, (CopyPart(group.store_offset_bytes, 0, size),)
-        for part in whole if group.parts is None else group.parts:
-            begin, position = position, part.offset_bytes + part.size_bytes
-            if not begin <= part.offset_bytes <= position <= size:
+        for source, at, part_bytes in whole if group.parts is None else group.parts:
+            begin, position = position, at + part_bytes
+            if not begin <= at <= position <= size:
                 raise RemoteProtocolError(f"group {index} has parts that are not its own")
-            check_range(f"group {index}", part.store_offset_bytes, part.size_bytes, store_bytes)
+            check_range(f"group {index}", source, part_bytes, store_bytes)
 
 
 def check_range(what: str, offset_bytes: int, size_bytes: int, limit_bytes: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any, Final
 
+import msgspec
 from msgspec.structs import astuple
 
 from pipeswitch.ipc.messages.base import ByteRange, Message, SlabTensor, SliceRead, StepCommitted
@@ -157,6 +158,8 @@ def _packed(value: Any, depth: int) -> Any:
         return tuple([_packed(part, depth - 1) for part in value])
     if isinstance(value, JobSpec):
         return (value.name,)  # the rest has no effect in the model
+    if isinstance(value, GroupCopy) and value.parts:  # a value must be of a built-in type
+        value = msgspec.structs.replace(value, parts=tuple(map(tuple, value.parts)))
     parts = astuple(value) if value is not None else ()
     return tuple([_packed(one, 0) if isinstance(one, SamplingParams) else one for one in parts])
 

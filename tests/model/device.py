@@ -33,11 +33,12 @@ def freeze_device(device: SimulatedDevice, e: Add) -> Any:
         ),
         tuple([(at, tuple(image)) for at, image in sorted(device.slices.items())]),
         tuple([tuple(span) for span in sorted(device.dirty)]),
+        tuple(sorted(device.tensors.items())),
     )
 
 
 def thaw_device(frozen: Any, n: Next) -> SimulatedDevice:
-    stops, computed, fences, orders, details, slices, dirty = frozen
+    stops, computed, fences, orders, details, slices, dirty, tensors = frozen
     device = SimulatedDevice()
     device.turn = n()
     device.fences = {fence: n() for fence in fences}  # type: ignore[misc]
@@ -50,6 +51,7 @@ def thaw_device(frozen: Any, n: Next) -> SimulatedDevice:
         if is_cancelled:
             device.cancelled |= {order.op_id}
     device.slices = {at: Image(*image) for at, image in slices}
+    device.tensors = dict(tensors)
     device.dirty = tuple([ByteSpan(*span) for span in dirty])
     return device
 

@@ -42,6 +42,9 @@ OVERTAKEN = replace(FAULTLESS, steps=0, requests=3, callers="ggm", is_coarse=Tru
 JOINED = replace(FAULTLESS, steps=0, requests=3, batch=2, is_coarse=True)
 
 
+VARIANTS = replace(
+    FAULTLESS, has_job=False, models=2, requests=2, groups=2, arena_mib=6, are_variants=True
+)
 SWAPPED = replace(PREEMPTED, arena_mib=6)
 SWAPPED_IN_TURN = replace(PREEMPTED, jobs=2, requests=0, cycles=2, arena_mib=4)
 
@@ -145,6 +148,20 @@ def _exchanges_images(handle: Handle, event: ev.Event) -> list[ev.Command]:
     ]
 
 
+def _copies_nothing_over_a_variant(handle: Handle, event: ev.Event) -> list[ev.Command]:
+    """Raise the fence of a group of which only a part was to be copied, without that part."""
+    commands = handle(event)
+    for index, one in enumerate(commands):
+        if isinstance(one, ev.Send) and isinstance(order := one.message, TransmitModel):
+            groups = [
+                msgspec.structs.replace(group, parts=None if group.parts is None else ())
+                for group in order.groups
+            ]
+            order = msgspec.structs.replace(order, groups=tuple(groups))
+            commands[index] = msgspec.structs.replace(one, message=order)
+    return commands
+
+
 @dataclass(frozen=True)
 class Mutant:
     """Seeded bug: its name, the scope in which it is found, and how it changes commands."""
@@ -201,5 +218,10 @@ MUTANTS = (
     ),
     Mutant("a range is lent before the copy out ended", SWAPPED, _ends_at_once(CopySliceOut)),
     Mutant("a job continues before the copy in ended", SWAPPED, _ends_at_once(CopySliceIn)),
+    Mutant(
+        "a fence is raised for a range that was not copied",
+        VARIANTS,
+        _copies_nothing_over_a_variant,
+    ),
     Mutant("an image of another job is copied in", SWAPPED_IN_TURN, _exchanges_images),
 )

@@ -61,6 +61,7 @@ class Scope:
     groups: int = 1
     arena_mib: int = 8  # the fences and the slice take 2 MiB each
     model_mib: int = 4
+    are_variants: bool = False  # the models differ in the last of their tensors, four or more
     small_mib: int = 0  # size of all models but the first, in one group; 0: all have one size
     standby: int = 1
     max_swapped: int = 2

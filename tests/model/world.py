@@ -11,7 +11,7 @@ from typing import Any, Final
 from pipeswitch.extras.lab import world as simulator
 from pipeswitch.extras.lab.device import ByteSpan, Violation, require
 from pipeswitch.extras.lab.process import Chance, Scene, SimulatedProcess
-from pipeswitch.extras.lab.programs import program_of
+from pipeswitch.extras.lab.programs import program_of, variant_of
 from pipeswitch.extras.lab.world import MOST_SLOTS, key_of
 from pipeswitch.ipc.messages.base import JobName, Message, ModelName, Slot
 from pipeswitch.ipc.messages.daemon import Scrub, TransmitModel
@@ -127,6 +127,9 @@ class World(simulator.World):
                 groups=groups,
                 batching=batching if self.scope.batch else None,
             )
+            if self.scope.are_variants:
+                last = len(program.manifest.tensors) - 1
+                program = variant_of(program, name, (last,))
             self.clients.register(name, program, devices=self._allowed(name))
             self._rest()
 

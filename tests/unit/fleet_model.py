@@ -33,7 +33,7 @@ from pipeswitch.extras.lab.profile import (
     encode,
 )
 from pipeswitch.extras.lab.profiling import instants_of
-from pipeswitch.extras.lab.programs import program_of
+from pipeswitch.extras.lab.programs import program_of, variant_of
 from pipeswitch.planning.planned_groups import (
     UNKNOWN_DEVICE,
     VERSION,
@@ -349,6 +349,9 @@ class World(simulator.World):
         program = program_of(
             f"d-{name}", total_bytes, groups=groups, layer_ms=LAYER_MS, batching=JOINED.get(name)
         )
+        number = sum(name.encode())
+        own = [i for i in range(2 * groups) if (i + number) % 3 == 0]  # the rest is each model's
+        program = variant_of(program, name, own)
         if name.endswith("2"):  # this model is the operator's own code
             needs = {f"layer{index}": 0 for index in range(len(program.manifest.layers))}
             manifest = structs.replace(program.manifest, mode="module", extra={"needs": needs})

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
 from pipeswitch.scheduler.requests.dispatch import Dispatch
@@ -94,6 +94,17 @@ def test_any_life_with_a_model_that_streams_keeps_the_invariants_and_ends(seed: 
     world = random_world(seed, devices=1 + seed % 2)
     world.register("m6", 120 * MIB, groups=12)
     live(world, 500)
+
+
+@lives
+@given(seed=SEEDS)
+def test_any_life_of_variants_computes_each_with_its_own_bytes(seed: int) -> None:
+    """The simulated device knows which tensors it has, and checks each group that is read."""
+    world = random_world(seed, devices=1 + seed % 2)
+    for name in ("v3", "v4", "v5", "v6", "v7", "v8"):
+        world.register(name, 20 * MIB, groups=3)
+    live(world, 500)
+    event("in place" if world.scheduler.core.counts["partial_dispatches"] else "whole")
 
 
 def _seen(scheduler: Any) -> Any:

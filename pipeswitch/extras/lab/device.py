@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ...ipc.messages.base import ModelName, OpId
 from ...ipc.messages.daemon import GroupCopy, TransmitModel
 from ...ipc.messages.worker import RunInference
 from ...scheduler.state.device_state import FENCE_BYTES
+from .programs import SimulatedProgram
 
 
 class Violation(AssertionError):
@@ -111,10 +112,23 @@ class SimulatedDevice:
         self.slices: dict[int, Image] = {}  # offset of a written slice -> its content
         self.intact: dict[ModelName, ByteSpan] = {}  # rest of each last complete copy
         self.cancelled: frozenset[OpId] = frozenset()  # copies that may end early
+        self.tensors: dict[int, str] = {}  # offset of a tensor -> its digest, if it has one
         self.dirty: tuple[ByteSpan, ...] = ()  # slices without a process that are not zeroed yet
 
     def claim(self, span: ByteSpan, why: str, users: Iterable[User]) -> None:
         """Give a range to a new owner: nobody may use the range, and its old content is lost."""
+        self._claim(span, why, users)
+        self._overwrite([span])
+
+    def _overwrite(self, spans: Sequence[ByteSpan]) -> None:
+        if self.tensors:
+            self.tensors = {
+                at: digest
+                for at, digest in self.tensors.items()
+                if not any(span.start <= at < span.end for span in spans)
+            }
+
+    def _claim(self, span: ByteSpan, why: str, users: Iterable[User]) -> None:
         require_unused(span, why, users)
         for dirty in self.dirty:
             require(not span.overlaps(dirty), f"{why} overlaps a slice that is not zeroed (I4)")
@@ -135,18 +149,21 @@ class SimulatedDevice:
         start = order.arena_offset_bytes
         require(start >= fence_count * FENCE_BYTES, "a model over the fences")
         intact = self.intact.get(order.model, NOWHERE)
-        for group in resident_groups(order):
+        for group in resident_groups(order) if order.waits else ():
             end = group.arena_offset_bytes + group.size_bytes
             require(
                 intact.start <= group.arena_offset_bytes and end <= intact.end,
                 f"{order.model}: group at {group.arena_offset_bytes} is not there, and not sent",
             )
-        self.claim(region_of(order), f"the copy of {order.model}", users)
+        self._claim(region_of(order), f"the copy of {order.model}", users)
+        self._overwrite([span for group in order.groups for span in _written(group)])
         self.intact = {name: span for name, span in self.intact.items() if name != order.model}
         self.contents = {**self.contents, order.model: Held(order, 0)}
 
-    def arrived(self, order: TransmitModel, group: GroupCopy) -> None:
+    def arrived(self, order: TransmitModel, group: GroupCopy, program: SimulatedProgram) -> None:
         """Record the arrival of a group's bytes, and then of its fence."""
+        for span in _written(group):
+            self.tensors = {**self.tensors, **_digests(order, span, program)}
         content = self.contents.get(order.model)
         if content is not None and content.order.op_id == order.op_id:
             self.contents = {**self.contents, order.model: Held(content.order, content.done + 1)}
@@ -174,13 +191,18 @@ class SimulatedDevice:
         require(sent.groups[0].fence == order.first_fence, "other fences")
         require(len(sent.groups) == group_count, "it was sent in other groups")
 
-    def check_read(self, order: RunInference, group: int) -> None:
+    def check_read(self, order: RunInference, group: int, program: SimulatedProgram) -> None:
         """Require that a group is on the device when a worker computes with it."""
         content = self.contents.get(order.model)
         is_there = content is not None and content.order.op_id == order.residency_id
         require(is_there, f"{order.model} is read after its eviction (I4)")
         assert content is not None
         require(content.done > group, f"group {group} of {order.model} is read and not there (I4)")
+        [sent] = [one for one in content.order.groups if one.fence == order.first_fence + group]
+        start = sent.arena_offset_bytes
+        expected = _digests(content.order, ByteSpan(start, start + sent.size_bytes), program)
+        right = all(self.tensors.get(at) == digest for at, digest in expected.items())
+        require(right, f"group {group} of {order.model} has another model's bytes")
 
     def has_room(self, order: TransmitModel, group: int) -> bool:
         """Return True if a streaming group may be copied: the groups in its place have computed."""
@@ -227,6 +249,25 @@ def region_of(order: TransmitModel) -> ByteSpan:
     """Return the arena range that a transmission writes."""
     start = order.arena_offset_bytes
     return ByteSpan(start, start + order.region_bytes)
+
+
+def _written(group: GroupCopy) -> list[ByteSpan]:
+    """Return the ranges of the arena that a copy writes."""
+    start = group.arena_offset_bytes
+    parts = group.within(0, group.size_bytes)
+    return [ByteSpan(start + at, start + at + size) for _, at, size in parts]
+
+
+def _digests(order: TransmitModel, span: ByteSpan, program: SimulatedProgram) -> dict[int, str]:
+    """Return the digests of a model's tensors in a range of the arena. Streaming models, whose
+    tensors have no fixed places, have none."""
+    start = order.arena_offset_bytes
+    tensors = program.manifest.tensors if not order.waits else ()
+    return {
+        start + one.offset_bytes: one.digest
+        for one in tensors
+        if one.digest and span.start <= start + one.offset_bytes < span.end
+    }
 
 
 def resident_groups(order: TransmitModel) -> list[GroupCopy]:

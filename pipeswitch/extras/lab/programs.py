@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+
+import msgspec
 
 from ...planning.planned_groups import PlannedFile
 from ...programs.interface.groups import cut
@@ -63,6 +66,17 @@ def manifest_of(
         batching=batching,
         extra={"last_readers": list(range(len(tensors)))},
     )
+
+
+def variant_of(program: SimulatedProgram, name: str, own: Container[int]) -> SimulatedProgram:
+    """Return a program in which only the tensors with these indices have bytes of their own."""
+    manifest = program.manifest
+    tensors = [
+        msgspec.structs.replace(one, digest=f"{one.name} of {name}" if i in own else one.name)
+        for i, one in enumerate(manifest.tensors)
+    ]
+    manifest = msgspec.structs.replace(manifest, tensors=tuple(tensors))
+    return dataclasses.replace(program, manifest=manifest)
 
 
 def program_of(

@@ -151,7 +151,8 @@ class SimulatedDaemon(SimulatedProcess):
         if scene.choices.happens("copy_error", copy.order.model):
             copy.is_cancelled = True
             return
-        scene.device.arrived(copy.order, copy.order.groups[copy.done])
+        program = scene.programs[copy.order.model]
+        scene.device.arrived(copy.order, copy.order.groups[copy.done], program)
         last_ms = copy.ends_at_ms[-1] if copy.ends_at_ms else copy.asked_at_ms
         copy.ends_at_ms.append(max(last_ms, scene.clock.now_ms - cost_ms) + cost_ms)
 

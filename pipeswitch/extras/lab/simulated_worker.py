@@ -246,7 +246,7 @@ class SimulatedWorker(SimulatedProcess):
     def _computes_group(self) -> None:
         task, scene = self.inference, self.scene
         assert task is not None
-        scene.device.check_read(task.order, task.next_group)
+        scene.device.check_read(task.order, task.next_group, scene.programs[task.order.model])
         task.computed(scene.clock.now_ms)
         if task.order.staging:
             scene.device.computed = (task.order.residency_id, task.next_group)

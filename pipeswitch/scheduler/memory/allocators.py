@@ -16,7 +16,7 @@ from ..state.core import Core
 from ..state.device_state import FENCE_BYTES, DeviceState
 from ..state.records import DeviceModel, Model
 from ..state.regions import Cost, Costs, Extent, Owner, Region, RegionAllocator
-from ..state.states import Residency, TaskState
+from ..state.states import Residency, TaskState, VersionState
 
 FENCES = Owner("fences")
 
@@ -165,7 +165,29 @@ class ArenaAllocator:
         if last is None and replica.preferred_offset_bytes >= 0:
             home = self.regions.window_at(replica.preferred_offset_bytes, size, costs)
             if home is not None and home.cost <= best.cost:
-                return home
+                best = home
+        if replica.family is not None and last is None:
+            return self._in_place(replica, best, costs)
+        return best
+
+    def _in_place(self, replica: DeviceModel, best: Extent, costs: Costs) -> Extent:
+        """Return an idle variant's place if the model costs less there.
+
+        A variant costs the policy's price for the part of it that would have to be copied back, and
+        nothing if the model is the version that replaced it.
+        """
+        family, price, model = replica.family, (best.cost, 1.0), replica.model
+        for region, cost in zip(self.regions, costs, strict=True):
+            other = self.model_of(region)
+            if family is None or cost is None or other is None or other.name not in family.members:
+                continue
+            if other.residency.state is Residency.RESIDENT:
+                share = family.share(other.name, replica.name)
+                cost = tuple([share * part for part in cost])
+                if model.base == other.model.base and model.serving.state is VersionState.CURRENT:
+                    cost = ()  # as for a place without victims
+                if (cost, share) < price:
+                    price, best = (cost, share), Extent(region.offset_bytes, (region,), cost)
         return best
 
     def window_after_packing(self, size_bytes: int, costs: Costs) -> Extent | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import Final
 
+from msgspec.structs import replace
+
 from ...ipc.messages.base import ModelName, OpId
 from ...ipc.messages.daemon import CancelTransmit, GroupCopy, TransmitEnded, TransmitModel
 from ...ipc.messages.run import Run
@@ -18,7 +20,9 @@ from ..state.events import Span, Spans
 from ..state.records import DeviceModel
 from ..state.regions import Extent
 from ..state.states import ModelState, Residency, ResidencyEvent
+from ..state.variants import Ranges, parts_of
 from .allocators import WHOLE, ArenaAllocator, RingPlace, Streamed
+from .variants import Variants
 
 ROW_COST_BYTES: Final = 256 << 10  # on a GPU, a row's call takes as long as copying this much
 MAX_ROWS: Final = 4096  # the controller's loop reads their numbers
@@ -31,6 +35,7 @@ class Residents:
         self._core = device.core
         self._device = device
         self._arena = arena
+        self._variants = Variants(device)
 
     def take(self, replica: DeviceModel) -> bool:
         """Take fences for a built model's groups. Return False if too few are left."""
@@ -45,6 +50,8 @@ class Residents:
             replica.min_bytes = self._arena.min_bytes(manifest)
             if replica.min_bytes:
                 self._land(replica, self._arena.staging(manifest, self._arena.leasable_bytes))
+            else:
+                self._variants.join(replica, manifest)
         return fences is not None
 
     @staticmethod
@@ -61,6 +68,7 @@ class Residents:
 
     def release(self, replica: DeviceModel) -> None:
         """Release the fences of a model that is only in the host store."""
+        self._variants.leave(replica)
         if self._arena.fences.get(replica.owner) is not None:
             self._arena.fences.release(replica.owner)
 
@@ -112,18 +120,40 @@ class Residents:
         """
         core, device, manifest = self._core, self._device, replica.manifest
         assert manifest is not None
+        transfer, ranges, store = replica.transfer, None, replica.model.store_offset_bytes
+        if (
+            replica.family is not None
+            and (old := self._variants.replaced(replica, window)) is not None
+        ):
+            ranges = replica.family.difference(replica.name, old.name)
+            self.evict(old, f"{replica.name} takes its place and what they share")
         there = self._take(replica, window, cause)
         staging = replica.staging
         self._device.move(replica, ResidencyEvent.TRANSMIT, cause)
         replica.residency_id = core.next_op_id()
         replica.transfer.started_at_ms = core.now_ms
         replica.transfer.ended_at_ms = 0.0
+        if ranges is not None and (table := replica.table) is not None:
+            runs = runs if parts_of(manifest.groups[table.group], ranges, store) else ()
         order, rows = [*range(len(manifest.groups))], self._rows(replica, runs) if runs else []
-        replica.transfer.by_rows = tuple(runs) if rows else ()
+        transfer.by_rows = tuple(runs) if rows else ()
         if rows and (table := replica.table) is not None:
             order.insert(table.before - 1, order.pop(table.group))
             order.insert(0, table.group - len(order))
-        replica.transfer.order = tuple(order)
+        groups = [
+            GroupCopy(
+                store_offset_bytes=store + (group := manifest.groups[index]).offset_bytes,
+                arena_offset_bytes=replica.preferred_offset_bytes
+                + (staging.offsets[index] if staging else group.offset_bytes),
+                size_bytes=group.size_bytes,
+                fence=replica.first_fence + index,
+                parts=() if index in there else None,
+            )
+            for index in order[len(rows) :]
+        ]
+        transfer.order, transfer.share, transfer.sizes = tuple(order), 1.0, ()
+        if ranges is not None:
+            groups = self._only(replica, groups, ranges)
         device.daemon.send(
             TransmitModel(
                 model=replica.name,
@@ -132,24 +162,29 @@ class Residents:
                 region_bytes=replica.region_bytes,
                 waits=staging.waits if staging is not None else (),
                 tenant=core.tenant_of(replica.model.tenant),
-                groups=(
-                    *rows,
-                    *[
-                        GroupCopy(
-                            store_offset_bytes=replica.model.store_offset_bytes
-                            + (group := manifest.groups[index]).offset_bytes,
-                            arena_offset_bytes=replica.preferred_offset_bytes
-                            + (staging.offsets[index] if staging else group.offset_bytes),
-                            size_bytes=group.size_bytes,
-                            fence=replica.first_fence + index,
-                            parts=() if index in there else None,
-                        )
-                        for index in order[len(rows) :]
-                    ],
-                ),
+                groups=(*rows, *groups),
             )
         )
         return replica.residency_id
+
+    @staticmethod
+    def _only(replica: DeviceModel, groups: list[GroupCopy], ranges: Ranges) -> list[GroupCopy]:
+        """Return the copies of only the ranges, and record their sizes."""
+        manifest, transfer, first = replica.built, replica.transfer, replica.first_fence
+        copies = [
+            replace(
+                one,
+                parts=parts_of(
+                    manifest.groups[one.fence - first], ranges, replica.model.store_offset_bytes
+                ),
+            )
+            for one in groups
+        ]
+        sizes = [one.copied_bytes for one in copies]
+        replica.resident_bytes = manifest.total_bytes - sum(sizes)
+        transfer.share = sum(sizes) / manifest.total_bytes
+        transfer.sizes = (*([0] if len(sizes) < len(transfer.order) else ()), *sizes)
+        return copies
 
     def _rows(self, replica: DeviceModel, runs: Sequence[Run]) -> list[GroupCopy]:
         """Return the copy of the rows that the runs look up; [] if they are too many."""
@@ -187,7 +222,7 @@ class Residents:
         arena, start, size = self._arena, window.offset_bytes, replica.region_bytes
         staging = replica.staging
         if staging is None:
-            replica.preferred_offset_bytes = start
+            replica.preferred_offset_bytes, replica.resident_bytes = start, 0
             arena.lease(replica.owner, size, start)
         elif isinstance(window, RingPlace):
             replica.resident_bytes = replica.built.total_bytes - replica.sent_bytes
@@ -231,6 +266,7 @@ class Residents:
         core.counts["transmitted_bytes"] += message.copied_bytes
         core.counts["transmissions"] += 1
         groups, order = replica.built.groups, replica.transfer.order
+        sizes = replica.transfer.sizes or [groups[index].size_bytes for index in order]
         ends_ms, track = message.group_ends_at_ms, device.track("copy")
         begins_ms = (message.started_at_ms, *ends_ms)
         core.emit(
@@ -242,10 +278,12 @@ class Residents:
                         + ", rows" * (index < 0),
                         begin_ms=begin,
                         end_ms=max(begin, end),
-                        args={"bytes": groups[index].size_bytes} if index >= 0 else {},
+                        args={"bytes": size} if index >= 0 else {},
                         flow=message.op_id,
                     )
-                    for index, begin, end in zip(order, begins_ms, ends_ms, strict=False)
+                    for index, size, begin, end in zip(
+                        order, sizes, begins_ms, ends_ms, strict=False
+                    )
                 ]
             )
         )

@@ -193,6 +193,8 @@ class DeviceState:
         after = replica.residency.apply(event, cause)
         self.core.dirty |= RESIDENCY | QUEUE
         self.queue.changed(replica.name)
+        for name in replica.family.members if replica.family is not None else ():
+            self.queue.changed(name)  # its next copy may bring more or less
         self.sending.pop(replica.name, None)
         if replica.is_being_sent:
             self.sending[replica.name] = None

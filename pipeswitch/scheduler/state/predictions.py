@@ -5,12 +5,14 @@ from __future__ import annotations
 import bisect
 import math
 from collections import deque
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from ..policies import Prediction
 
 KEPT: Final = 64  # number of measurements of each kind; older ones say little about the present
 KEPT_BATCHES: Final = 64  # limit of batch sizes for each model, since clients choose them
+LEAST_SHARE: Final = 1 / 16
 OLD_MS: Final = 5000.0  # one measurement is valid for this time, two for twice as long
 
 
@@ -94,6 +96,8 @@ class Predictions:
     def __init__(self) -> None:
         self._loads: dict[str, Rolling] = {}
         self._computations: dict[str, ByBatch] = {}
+        # Part of its bytes that the next copy of a model with variants will bring.
+        self.shares: dict[str, Callable[[], float]] = {}
         self._slices = Rolling()  # ms per byte of the copies of slices out of the device
         self._errors = Rolling()  # actual minus predicted end
 
@@ -107,8 +111,10 @@ class Predictions:
         self._errors.add(late_ms, now_ms)
 
     def sent(self, model: str, took_ms: float, now_ms: float) -> None:
-        """Record the time in which all groups of a model were copied to the device."""
-        self._loads.setdefault(model, Rolling()).add(took_ms, now_ms)
+        """Record the time of a copy to the device, scaled to that of all the model's bytes. A small
+        part is not recorded, because its time says little about the rest."""
+        if (share := self.shares[model]() if model in self.shares else 1.0) >= LEAST_SHARE:
+            self._loads.setdefault(model, Rolling()).add(took_ms / share, now_ms)
 
     def swapped_out(self, size_bytes: int, took_ms: float, now_ms: float) -> None:
         """Record the time in which a job's slice was copied out."""
@@ -125,13 +131,15 @@ class Predictions:
     def remove(self, model: str) -> None:
         """Drop the times of an unregistered model: another model may get its name."""
         self._loads.pop(model, None)
+        self.shares.pop(model, None)
         self._computations.pop(model, None)
 
     def predict(self, model: str, batch: int) -> Prediction:
         """Return the times of that batch, else of the nearest smaller one, else zeros."""
         loads, known = self._known(model, batch)
+        share = self.shares[model]() if model in self.shares else 1.0
         return Prediction(
-            loads.p50 if loads is not None else 0.0,
+            loads.p50 * share if loads is not None else 0.0,
             known.p50 if known is not None else 0.0,
             known.p95 if known is not None else 0.0,
         )
@@ -139,8 +147,9 @@ class Predictions:
     def safe(self, model: str, batch: int) -> Safe:
         """Return high percentiles of the same measurements: few requests exceed them."""
         loads, known = self._known(model, batch)
+        share = self.shares[model]() if model in self.shares else 1.0
         return Safe(
-            loads.high if loads is not None else 0.0,
+            loads.high * share if loads is not None else 0.0,
             known.high if known is not None else 0.0,
             known.mean() if known is not None else 0.0,
         )

@@ -49,6 +49,7 @@ from .states import (
     WorkerEvent,
     WorkerState,
 )
+from .variants import Family
 
 NO_OP_ID = OpId(0)
 NO_TURN = Turn(0)
@@ -156,6 +157,8 @@ class Transfer:
     is_prefetch: bool = False  # copied only because of a hint: may be cancelled
     retry_at_ms: float = 0.0  # earliest retry after a failed copy
     order: tuple[int, ...] = ()  # groups in the order of their copies; below 0: rows
+    share: float = 1.0  # part of the model's bytes that is copied; the rest was a variant's
+    sizes: tuple[int, ...] = ()  # bytes copied of each group in ``order``; empty: all of them
     by_rows: tuple[Run, ...] = ()  # the runs whose rows are copied first, until the copy ends
 
 
@@ -170,12 +173,13 @@ class DeviceModel:
     grouping: Grouping = field(default_factory=Grouping)
     transfer: Transfer = field(default_factory=Transfer)
     resident_groups: int = 0  # number of a streaming model's groups that stay between passes
-    resident_bytes: int = 0  # bytes of those groups that the last transfer did not send
+    resident_bytes: int = 0  # bytes that the last transfer did not send, since they were there
     region_bytes: int = 0  # needed part of the arena: the whole model, or a streaming window
     staging: StagingLayout | None = None  # set if the model streams: the arena is too small
     min_bytes: int = 0  # smallest window in which the model can stream; 0: it does not stream
     preferred_offset_bytes: int = -1  # last arena offset: reuse keeps workers' views valid
     first_fence: int = -1
+    family: Family | None = None  # models with its layout, if there are others
     table: TableByRows | None = None  # group that may be copied last, after rows of it
     residency_id: OpId = NO_OP_ID
     computed_op_id: OpId = NO_OP_ID  # residency id of the last copy that a finished run used

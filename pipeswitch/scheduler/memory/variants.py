@@ -1,0 +1,68 @@
+"""Families of a device's models: variants with one layout share bytes (ADR 68). Pure."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ...ipc.messages.base import ModelName
+from ...programs.interface.layout import Manifest
+from ..state.device_state import DeviceState
+from ..state.records import DeviceModel
+from ..state.regions import Extent
+from ..state.states import Residency
+from ..state.variants import Family, Layout, layout_of
+
+
+class Variants:
+    """All families of a device, by layout."""
+
+    def __init__(self, device: DeviceState) -> None:
+        self._device = device
+        self._families: dict[Layout, Family] = {}
+
+    def join(self, replica: DeviceModel, manifest: Manifest) -> None:
+        """Add a model that does not stream to the models with its layout."""
+        layout = layout_of(replica.model.tenant, manifest)
+        if layout is None:
+            return
+        family = self._families.setdefault(layout, Family())
+        family.members[replica.name] = manifest
+        for name in family.members if len(family.members) > 1 else ():
+            one = self._device.replicas[name]
+            one.family = family
+            self._device.predictions.shares[name] = partial(self._share, one)
+
+    def leave(self, replica: DeviceModel) -> None:
+        """Remove a model that leaves the host store."""
+        for layout, family in list(self._families.items()):
+            if replica.name in family.members:
+                family.remove(replica.name)
+                if not family.members:
+                    del self._families[layout]
+        replica.family = None
+
+    def replaced(self, replica: DeviceModel, window: Extent) -> DeviceModel | None:
+        """Return the complete variant whose place the window is; None if it is another place.
+        A model whose groups are tried is copied whole, since its copy is timed."""
+        if len(window.victims) != 1 or self._device.trial.model == replica.name:
+            return None
+        [(offset_bytes, _, owner)] = window.victims
+        family, old = replica.family, self._device.replicas.get(ModelName(owner.name))
+        if owner.kind != "model" or old is None or offset_bytes != window.offset_bytes:
+            return None
+        is_variant = family is not None and old.name in family.members
+        return old if is_variant and old.residency.state is Residency.RESIDENT else None
+
+    def _share(self, replica: DeviceModel) -> float:
+        """Return the part of its bytes that a model's copy brings, or its next copy may bring."""
+        family, replicas = replica.family, self._device.replicas
+        if family is None or replica.residency.state is not Residency.HOST:
+            return replica.transfer.share
+        return min(
+            [
+                family.share(replica.name, name)
+                for name in family.members
+                if replicas[name].residency.state is Residency.RESIDENT
+            ],
+            default=1.0,
+        )

@@ -1,0 +1,208 @@
+"""Variants: models with one layout, of which a switch copies only what differs (ADR 68)."""
+
+# mypy: disable-error-code="arg-type, union-attr"
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from pipeswitch.extras.lab.programs import program_of, variant_of
+from pipeswitch.ipc.messages.builder import BuildDone
+from pipeswitch.ipc.messages.daemon import CopyPart, TransmitEnded, TransmitModel
+from pipeswitch.programs.interface.layout import LookupSpec
+from pipeswitch.scheduler.state import events as ev
+from pipeswitch.scheduler.state.states import Residency
+from pipeswitch.scheduler.state.variants import GAP_BYTES, Family, layout_of
+from tests.unit.test_scheduler_rules import MIB, Rig, received
+from tests.unit.test_tables_by_rows import slab
+
+LAYER = 5 * MIB  # each model has two groups of two layers
+OWN = {"a": (), "b": (3,), "c": (0, 3), "ada.d": (3,), "ada.e": (2, 3), "all": range(4)}
+
+
+class Variants(Rig):
+    """Server with room for one model, beside the fences."""
+
+    def __init__(self, arena_mib: int = 22, **settings: Any) -> None:
+        self.orders: list[TransmitModel] = []
+        super().__init__(arena_bytes=arena_mib * MIB, **settings)
+        for name in ("a", "b", "c", "ada.d", "ada.e", "all", "older"):
+            self.register(name, 20)
+
+    def built(self, name: str, mib: int, op_id: Any) -> None:
+        program = program_of(f"digest {name}", mib * MIB)
+        if name != "older":
+            program = variant_of(program, name, OWN.get(name, ()))
+        done = BuildDone(model=name, op_id=op_id, digest=f"digest {name}")
+        self.handle(received(done, manifest=program.manifest))
+
+    def _take(self, commands: list[ev.Command]) -> None:
+        super()._take(commands)
+        self.orders += self.sent(TransmitModel)
+
+    def copied(self, name: str) -> list[tuple[CopyPart, ...] | None]:
+        """Send a request for a model that is not on the device; return its groups' parts."""
+        self.infer(name)
+        [order] = self.sent(TransmitModel)
+        return [group.parts for group in order.groups]
+
+    def served(self, name: str) -> list[tuple[CopyPart, ...] | None]:
+        parts = self.copied(name)
+        self.arrived(name)
+        self.done()
+        return parts
+
+    def place(self, name: str) -> int:
+        return self.state.replicas[name].model.store_offset_bytes
+
+
+@pytest.fixture
+def rig() -> Variants:
+    return Variants()
+
+
+def test_a_variant_takes_an_idle_ones_place_and_only_what_differs_is_copied(rig: Variants) -> None:
+    assert rig.served("a") == [None, None]
+    at = rig.place("b") + 3 * LAYER
+    assert rig.served("b") == [(), (CopyPart(at, LAYER, LAYER),)]
+    replica = rig.state.replicas["b"]
+    assert (replica.resident_bytes, replica.transfer.share) == (3 * LAYER, 0.25)
+    assert "b takes its place" in rig.state.replicas["a"].residency.story[-1]
+    at = rig.place("c")
+    both = CopyPart(at, 0, LAYER), CopyPart(at + 3 * LAYER, LAYER, LAYER)
+    assert rig.served("c") == [both[:1], both[1:]]
+    assert rig.served("all") == [
+        (CopyPart(rig.place("all") + 2 * LAYER * index, 0, 2 * LAYER),) for index in (0, 1)
+    ]
+
+
+def test_with_room_elsewhere_both_stay() -> None:
+    rig = Variants(arena_mib=44)
+    assert rig.served("a") == rig.served("b") == [None, None]
+    assert rig.state.replicas["a"].residency.state is Residency.RESIDENT
+
+
+def test_the_variant_that_is_cheapest_to_bring_back_loses_its_place() -> None:
+    rig = Variants(arena_mib=44)
+    rig.served("a")
+    rig.now_ms = 10.0
+    rig.served("c")
+    rig.now_ms = 1000.0  # both are long idle
+    rig.infer("b")
+    [order] = rig.sent(TransmitModel)
+    assert order.arena_offset_bytes == rig.state.replicas["a"].preferred_offset_bytes
+    assert rig.state.replicas["c"].residency.state is Residency.RESIDENT
+
+
+@pytest.mark.parametrize(("first", "then"), [("a", "ada.d"), ("a", "older"), ("older", "a")])
+def test_models_of_other_tenants_and_earlier_releases_share_nothing(
+    rig: Variants, first: str, then: str
+) -> None:
+    rig.served(first)
+    assert rig.served(then) == [None, None]
+    assert rig.served(first) == [None, None]
+
+
+def test_a_tenants_models_share_among_themselves(rig: Variants) -> None:
+    rig.served("ada.d")
+    at = rig.place("ada.e") + 2 * LAYER
+    assert rig.served("ada.e") == [(), (CopyPart(at, 0, 2 * LAYER),)]
+
+
+def test_a_model_in_use_keeps_its_place(rig: Variants) -> None:
+    rig.infer("a")
+    rig.arrived("a")
+    rig.infer("b")
+    assert not rig.sent(TransmitModel)
+    rig.done()
+    assert rig.sent(TransmitModel)[0].groups[0].parts == ()
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "daemon"])
+def test_after_a_copy_that_broke_off_the_place_is_nobodys(rig: Variants, ends: str) -> None:
+    rig.served("a")
+    assert rig.copied("b")[0] == ()
+    [slot] = [task.slot for task in rig.state.owner.tasks]
+    if ends == "daemon":
+        rig.daemon_exits()
+        rig.daemon_returns()
+    else:
+        rig.arrived("b", is_complete=False)
+        assert rig.state.replicas["b"].residency.state is Residency.ABANDONED
+        rig.worker_exits(slot)
+    rig.worker_restarts(slot)
+    *_, again = rig.orders
+    assert [group.parts for group in again.groups] == [None, None]
+
+
+def test_predictions_are_in_proportion_to_what_the_copy_brings(rig: Variants) -> None:
+    predict = rig.state.predictions.predict
+
+    def arrived(name: str, took_ms: float) -> None:
+        rig.infer(name)
+        op_id = rig.state.replicas[name].residency_id
+        ended = TransmitEnded(name, op_id, True, 2, 1, started_at_ms=0.0, ended_at_ms=took_ms)
+        rig.daemon(ended)
+        rig.done()
+
+    arrived("b", 40.0)
+    assert predict("b", 1).load_ms == 40.0
+    arrived("a", 10.0)
+    assert predict("b", 1).load_ms == 10.0, "a has all but a quarter of it"
+    assert predict("a", 1).load_ms == 10.0, "it is on the device"
+    arrived("older", 40.0)
+    assert (predict("a", 1).load_ms, predict("b", 1).load_ms) == (40.0, 40.0)
+
+
+def test_ranges_are_merged_if_the_gap_between_them_is_small() -> None:
+    sizes = dict(zip("abc", [(GAP_BYTES >> 9) - 1, GAP_BYTES >> 9], strict=False))
+    for blocks in sizes.values():
+        program = program_of("d", 3 * 512 * blocks, groups=3, layers_per_group=1)
+        old, new = (variant_of(program, name, (0, 2)).manifest for name in "xy")
+        family = Family()
+        family.members |= {"x": old, "y": structs.replace(new, digest="other")}
+        assert layout_of("", old) == layout_of("", new) != layout_of("t", new)
+        ranges = family.difference("y", "x")
+        assert len(ranges) == (1 if 512 * blocks < GAP_BYTES else 2)
+        assert family.share("x", "x") == 0.0
+        family.remove("y")
+        assert [*family.members] == ["x"]
+
+
+def test_a_published_version_takes_its_predecessors_place_although_there_is_room() -> None:
+    rig = Variants(arena_mib=64)
+    rig.served("a")
+    rig.state.replicas["b"].model.base = "a"
+    assert rig.served("b")[0] == ()
+
+
+class Tables(Variants):
+    """Models whose second group is a table that requests read by rows."""
+
+    def built(self, name: str, mib: int, op_id: Any) -> None:
+        program = variant_of(
+            program_of(f"digest {name}", mib * MIB, groups=4, layers_per_group=1),
+            name,
+            OWN.get(name, ()),
+        )
+        first, table, *others = program.manifest.tensors
+        table = structs.replace(table, dtype="uint8", shape=(1280, 4096))
+        changed = {"tensors": (first, table, *others), "lookups": (LookupSpec(1, 0, 4),)}
+        manifest = structs.replace(program.manifest, **changed)
+        done = BuildDone(model=name, op_id=op_id, digest=f"digest {name}")
+        self.handle(received(done, manifest=manifest))
+
+
+@pytest.mark.parametrize(("name", "is_first"), [("b", False), ("all", True)])
+def test_rows_are_copied_first_only_if_the_table_differs(name: str, is_first: bool) -> None:
+    rig = Tables()
+    for one in ("a", name):
+        rig.infer(one, inputs=(slab(3, 4096),))
+        [order] = rig.sent(TransmitModel)
+        rig.arrived(one)
+        rig.done()
+    assert bool(order.groups[0].row_bytes) == is_first
+    assert order.groups[-1].size_bytes == LAYER
