@@ -14,7 +14,9 @@ from typing import Any, Final
 
 import click
 
+from ..base.config import SECTIONS
 from ..base.errors import PipeSwitchError, ServerUnavailable
+from ..base.settings import rules_of, settings
 from . import views
 from .common import (
     EXIT_FAILED,
@@ -34,99 +36,56 @@ RATE_LOOKS: Final = 10  # number of samples that top keeps
 EXIT_WAIT_S: Final = 30.0  # maximum time from a server's last reply to its exit
 
 
-def _commas(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> str | None:
-    return ",".join(names) or None
+SETTINGS: Final[Mapping[str, str]] = {
+    "--device": "device.name",
+    "--listen": "server.listen",
+    "--name": "server.name",
+    "--arena": "device.arena",
+    "--host-store": "host.store",
+    "--pool": "server.pool",
+    "--state-dir": "server.state_dir",
+    "--auth": "server.auth",
+    "--keys-dir": "server.keys_dir",
+    "--tcp-roles": "server.tcp_roles",
+    "--standby": "workers.standby",
+    "--threads": "workers.threads",
+    "--policy": "scheduler.policy",
+    "--admission": "scheduler.admission",
+    "--default-deadline": "scheduler.default_deadline",
+    "--link-gbps": "device.link_gbps",
+    "--commit-every": "scheduler.commit_every",
+    "--allow-code": "server.allow_code",
+    "--http": "gateway.http",
+    "--grpc": "gateway.grpc",
+    "--gateway-roles": "gateway.roles",
+    "--gateway-tokens": "gateway.tokens",
+}
+"""Options of ``serve``, with the settings that they overrule."""
+REPEATED: Final = ("--device", "--allow-code")
+
+
+def _settings(command: Any) -> Any:
+    """Add the options of ``SETTINGS``; their help is that of the configuration file."""
+    for flag, place in reversed([*SETTINGS.items()]):
+        section, _, key = place.partition(".")
+        item = settings(SECTIONS[section])[key]
+        rules, is_repeated = rules_of(item.kind), flag in REPEATED
+        command = click.option(
+            flag,
+            f"{section}__{key}",
+            multiple=is_repeated,
+            type=click.Choice(rules.choices) if rules.choices else str,
+            metavar=None if rules.choices else key.upper(),
+            help=item.help[0].upper() + item.help[1:] + " (repeatable)" * is_repeated + ".",
+        )(command)
+    return command
 
 
 @click.command()
 @click.option("--config", "path", type=click.Path(), help="File (default: pipeswitch.toml).")
-@click.option(
-    "--device",
-    "device__name",
-    multiple=True,
-    callback=_commas,
-    help="auto, cpu or cuda:0; repeat it for several devices.",
-)
-@click.option("--listen", "server__listen", help="Address for TCP clients.")
-@click.option("--name", "server__name", help="Name of the owner's socket (default: the port).")
-@click.option("--arena", "device__arena", help="Device memory: auto, 20GiB or a fraction.")
-@click.option(
-    "--host-store", "host__store", help="Host memory for models: auto, 32GiB or a fraction."
-)
-@click.option("--pool", "server__pool", help="Shared memory for waiting requests: 512MiB.")
-@click.option(
-    "--state-dir", "server__state_dir", type=click.Path(), help="Folder of models, jobs and logs."
-)
-@click.option(
-    "--auth", "server__auth", help="keys: TCP clients need a key on loopback (default: auto)."
-)
-@click.option("--keys-dir", "server__keys_dir", type=click.Path(), help="Folder of the keys.")
-@click.option(
-    "--tcp-roles",
-    "server__tcp_roles",
-    metavar="ROLE,ROLE",
-    help="Roles of every TCP client: infer (default), urgent, register, operate, code.",
-)
-@click.option("--standby", "workers__standby", type=int, help="Number of standby workers.")
-@click.option(
-    "--threads", "workers__threads", type=int, help="Compute threads of a worker on the cpu device."
-)
-@click.option(
-    "--policy",
-    "scheduler__policy",
-    help="Order of requests: priority, fifo, edf, sjf, collate, … or your own as module:name.",
-)
-@click.option(
-    "--admission",
-    "scheduler__admission",
-    type=click.Choice(["off", "deadline"]),
-    help="deadline: refuse requests at once if they would miss their deadline (default: off).",
-)
-@click.option(
-    "--default-deadline",
-    "scheduler__default_deadline",
-    help="Deadline of requests that have none: 2s; 0 (default): no deadline.",
-)
-@click.option(
-    "--link-gbps",
-    "device__link_gbps",
-    type=float,
-    help="cpu device: simulate a host link of this many GB/s.",
-)
-@click.option("--commit-every", "scheduler__commit_every", help="Time between a job's commits: 5s.")
+@_settings
 @click.option("--profiles-dir", type=click.Path(), help="Folder of measured profiles of models.")
-@click.option(
-    "--allow-code",
-    "server__allow_code",
-    multiple=True,
-    metavar="PATTERN",
-    help="Module names and script paths that TCP clients may name (repeatable).",
-)
-@click.option(
-    "--http",
-    "gateway__http",
-    metavar="HOST:PORT",
-    help="Address for HTTP clients, metrics and the web page.",
-)
-@click.option(
-    "--grpc",
-    "gateway__grpc",
-    metavar="HOST:PORT",
-    help="Address for gRPC clients, if grpcio is installed.",
-)
 @click.option("--no-http", is_flag=True, help="Serve neither HTTP nor gRPC.")
-@click.option(
-    "--gateway-roles",
-    "gateway__roles",
-    metavar="ROLE,ROLE",
-    help="Roles of every HTTP and gRPC caller.",
-)
-@click.option(
-    "--gateway-tokens",
-    "gateway__tokens",
-    type=click.Path(),
-    help="File with lines NAME TOKEN ROLE,ROLE.",
-)
 def serve(path: str | None, no_http: bool, **flags: Any) -> None:
     """Run a server until it is told to stop."""
     from ..base.config import load
@@ -143,7 +102,7 @@ def _flag_tree(flags: Mapping[str, Any], *, no_http: bool = False) -> dict[str, 
     tree: dict[str, Any] = {"gateway": dict.fromkeys(("http", "grpc"), "off") if no_http else {}}
     for name, value in flags.items():
         section, _, key = name.partition("__")
-        setting = list(value) or None if isinstance(value, tuple) else value
+        setting = ",".join(value) or None if isinstance(value, tuple) else value
         if not key:
             tree[section] = setting
         elif setting is not None:
