@@ -593,6 +593,8 @@ def test_an_address_that_gives_no_roles_needs_a_known_token(tokens: Path) -> Non
             status, answer = curl(http, load, "-X", "POST", "-H", header)
             assert (status, answer["error"]) == (401, "unknown token")
             assert "[gateway] tokens" in answer["hint"]
+            status, answer = curl(http, "/v1/models", "-H", header)
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
         for header in ("Authorization: bearer EMPTY", "x-api-key;", "Accept: */*"):
             assert curl(http, load, "-X", "POST", "-H", header)[0] == 403
         for header in (f"authorization: BEARER {TOKEN}", f"x-api-key: {TOKEN}"):

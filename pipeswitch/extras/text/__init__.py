@@ -1,8 +1,12 @@
-"""Text: language models, OpenAI's ``/v1`` and Triton's ``generate``, a chat in the terminal."""
+"""Text: language models; doors of OpenAI, Anthropic and Triton; a chat in the terminal."""
 
 BUILDERS = {"embedding": "builders:embedding", "generate": "builders:DecoderBuilder"}
 COMMANDS = {"chat": "chat:chat", "generate": "chat:generate", "run": "chat:run"}
-DOORS = {"text": "completions:text_door"}
+DOORS = {
+    "anthropic": "anthropic:anthropic_door",
+    "responses": "responses:responses_door",
+    "text": "completions:text_door",
+}
 KINDS = {"generation": "generations:Generations"}
 METHODS = {"generate": "generation_stream:generated"}
 PROCESSES = {"schema": "decoding.grammar:schema_process"}

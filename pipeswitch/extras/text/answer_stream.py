@@ -85,6 +85,7 @@ class AnswerStream:
         self.tokens: list[Token] = []
         self.scored: list[Token] = []  # the prompt's tokens, if their logprobs are requested
         self.names: dict[int, tuple[str, bytes | None]] = {}  # texts and bytes, for logprobs
+        self.unused: Sequence[str] = ()  # settings that the chat's template does not read
         self.is_counted = False  # it is counted in ``Answers.under_way``
         self._came: deque[Token] = deque()
         self.model, self.version = model, facts.version
@@ -107,8 +108,10 @@ class AnswerStream:
         check_length(begin.prompt, self._facts.context)
         self._begin = msgspec.structs.replace(begin, answer=self._number)
         await self._ask(self._begin)
-        self._prompt = self.step.prompt
-        self._begin = msgspec.structs.replace(self._begin, prompt="", messages=None, tools=b"")
+        self._prompt, self.unused = self.step.prompt, self.step.unused
+        self._begin = msgspec.structs.replace(
+            self._begin, prompt="", messages=None, tools=b"", settings=b""
+        )
         options = self._begin.sampling.options
         if options is not None and options.scores_prompt:
             self._first, self._unscored = array("i", self._prompt)[:1], self.step.prompt_count - 1

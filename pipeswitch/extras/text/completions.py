@@ -12,43 +12,47 @@ import logging
 import re
 import secrets
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from ...base.codec import UNREADABLE, check_memory, encode_json
-from ...base.errors import InvalidInput, ModelNotFound, PipeSwitchError
+from ...base.errors import InvalidInput, ModelNotFound
 from ...base.units import nearest
 from ...gateway.doors import DoorContext
-from ...gateway.http.http_errors import as_ours, body_of, limit_of, status_of
 from ...gateway.http.http_parser import Head
-from ...gateway.http.http_server import EVENT_STREAM, Response, json_answer, refusal
+from ...gateway.http.http_server import Response, json_answer
 from ...gateway.http.offload import OffloadThread
 from ...gateway.router import check_size
 from ...gateway.routes import Door, Request, Route
 from ...gateway.serving.oip import LONG_BYTES
 from ...gateway.serving.service import Service
 from ...programs.interface.layout import CACHE
-from .answer_stream import Answers, AnswerStream
+from .answer_formats import (
+    AnswerFormat,
+    OpenAiFormat,
+    StreamedAnswer,
+    TritonFormat,
+    refused,
+    without_effect,
+)
+from .answer_stream import Answers
 from .choices import (
     MAX_CHOICES,
     ParallelAnswers,
-    chat_logprobs,
     check_count,
     logprob_count,
-    text_logprobs,
 )
 from .decoding.generation_settings import CACHE_NEW, LOGITS, MAX_EOS
-from .decoding.model_config import Token
 from .decoding.output import MAX_STOPS, StopCriteria
 from .decoding.sampling import MAX_BIASES, MAX_SEED, Options, Sampling
 from .embeddings import MAX_TEXTS, Embed, embedded
 from .tokenizer_worker import StartGeneration
-from .tools import MAX_TOOLS_BYTES, AnswerForm, CallReader, ResponseFormat, Tool, Tools, form_of
+from .tools import MAX_TOOLS_BYTES, AnswerForm, ResponseFormat, Tool, Tools, form_of
+from .translation import ABSENT, Dialect, fields_of, is_neutral, table
 
 PREFIX: Final = "/v1"
 MODELS, TEXT, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
@@ -60,10 +64,11 @@ OLLAMAS: Final = re.compile(
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_EMBED_BYTES: Final = 8 << 20  # 2,048 texts of 4 KB
 MAX_FIELDS: Final = 256
-MAX_LIST_BYTES: Final = 16 << 10  # limit of ``logit_bias`` and similar fields
-NEUTRAL_BYTES: Final = 256  # limit of a value that has no effect
-NULL: Final = msgspec.Raw(b"null")
-ABSENT: Final = msgspec.Raw()
+MAX_LIST_BYTES: Final = 16 << 10  # limit of these fields; ``tools`` have a limit of their own
+LONG_FIELDS: Final = (
+    *("logit_bias", "stop_token_ids", "response_format", "tools"),
+    *("chat_template_kwargs", "reasoning_effort"),
+)
 DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's default for completions
 NO_LIMIT: Final = 1 << 40
 SIGNATURE: Final = ({"ids", "count", "used", CACHE}, {LOGITS, CACHE_NEW})  # language model (ADR 49)
@@ -79,24 +84,19 @@ stream_options.continuous_usage_stats chat.add_special_tokens enable_response_me
 skip_special_tokens spaces_between_special_tokens add_special_tokens include_reasoning = true
 add_generation_prompt exclude_input_in_output = true
 tools functions documents bad_words logits_processors previous_input_messages = []
-chat_template_kwargs mm_processor_kwargs media_io_kwargs vllm_xargs = {}
+mm_processor_kwargs media_io_kwargs vllm_xargs = {}
 kv_transfer_params = {}
 tool_choice function_call = "none" "auto"
-reasoning_effort verbosity = "medium"
+verbosity = "medium"
 service_tier = "auto" "default"
 modalities = ["text"]
 response_format = {"type":"text"}
 suffix = ""
 truncate_prompt_tokens = -1
 """
-NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {
-    name: [json.loads(value) for value in values.split()]
-    for names, _, values in (line.partition(" = ") for line in _NEUTRAL.split("\n"))
-    for name in names.split()
-}
+NEUTRAL: Final[Mapping[str, Sequence[Any]]] = table(_NEUTRAL)
 """Unsupported options of OpenAI and vLLM, each with the values that change no answer (``*``: all).
 These values and null are accepted; any other value is refused by name."""
-CODES: Final = {"Unauthenticated": "invalid_api_key", "ModelNotFound": "model_not_found"}
 S = TypeVar("S", "CompletionRequest", "TritonRequest", Embed)
 log = logging.getLogger(__name__)
 
@@ -143,12 +143,26 @@ class CompletionRequest(TritonRequest, frozen=True, kw_only=True):
     best_of: int | None = None
     messages: msgspec.Raw = ABSENT  # decoded in the text process, because it may be large
     max_completion_tokens: int | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, msgspec.Raw] | None = None
     stream_options: StreamOptions | None = None
 
     @property
     def form(self) -> AnswerForm:
         """Form of the answer. InvalidInput: the tools or the response format are not valid."""
         return form_of(self.response_format, self.tools or [], self.tool_choice)
+
+    @property
+    def settings(self) -> bytes:
+        """Settings of the chat's template, as JSON; empty: none."""
+        effort = self.reasoning_effort
+        named = {} if effort is None else {"reasoning_effort": effort}
+        settings = named | (self.chat_template_kwargs or {})
+        return encode_json(settings) if settings else b""
+
+    @property
+    def is_chat(self) -> bool:
+        return self.messages != ABSENT
 
     @property
     def scores_prompt(self) -> bool:
@@ -169,7 +183,7 @@ Prompts, Inputs = (
 
 def text_door(context: DoorContext) -> Door:
     """Return the door of ``/v1`` and of ``generate``."""
-    completions = Completions(context.service, context.aside)
+    completions = shared(context.service, context.aside)
     return Door(
         prefix=PREFIX,
         hint=", ".join(PATHS),
@@ -182,11 +196,19 @@ def text_door(context: DoorContext) -> Door:
 def _advice(path: str) -> str:
     """Return what to use in place of a path of Ollama, or of one without ``/v1``."""
     if OLLAMAS.fullmatch(path):
-        return "use OpenAI's API: base URL http://HOST:PORT/v1, EMPTY or a token as the key"
+        return (
+            "pipeswitch run and pipeswitch unregister; /api has chat, generate, embed, tags, show"
+        )
     for one in () if path.startswith(f"{PREFIX}/") else PATHS:
         if path.endswith(one.removeprefix(PREFIX)):  # the most frequent mistake
             return f"POST {one}: the client's base URL ends with {PREFIX}"
     return ""
+
+
+@lru_cache(maxsize=1)
+def shared(service: Service, aside: OffloadThread) -> Completions:
+    """Return what all doors to texts of a gateway share, such as the limit of their answers."""
+    return Completions(service, aside)
 
 
 class Completions:
@@ -235,8 +257,45 @@ class Completions:
         return json_answer(rows[name])
 
     async def _complete(self, incoming: Request, body: Any, *, is_chat: bool) -> Response:
+        request = await self._read(incoming.head, body, CompletionRequest)
+        return await self.complete(incoming, request, OpenAiFormat, is_chat=is_chat)
+
+    async def read(
+        self, incoming: Request, body: Any, dialect: Dialect
+    ) -> tuple[Any, dict[str, Any], list[str]]:
+        """Decode a request of another protocol; see ``Dialect.read``."""
+        if len(body) <= LONG_BYTES:
+            return dialect.read(body)
+        return await self._aside.run(incoming.head.peer, dialect.read, body)
+
+    async def chat(
+        self,
+        incoming: Request,
+        fields: Mapping[str, Any],
+        kind: Callable[..., AnswerFormat],
+        ignored: Iterable[str] = (),
+    ) -> Response:
+        """Answer another protocol's request that is translated to OpenAI's fields.
+
+        Args:
+            kind: returns the answer's format, as in ``complete``.
+            ignored: fields of the request that have no effect; the answer names them.
+        """
+        request = await self._read(incoming.head, encode_json(fields), CompletionRequest)
+        answer = await self.complete(incoming, request, kind, is_chat="messages" in fields)
+        headers = [*answer.headers, *without_effect(ignored)]
+        return replace(answer, headers=headers)
+
+    async def complete(
+        self,
+        incoming: Request,
+        request: CompletionRequest,
+        kind: Callable[..., AnswerFormat],
+        *,
+        is_chat: bool,
+    ) -> Response:
+        """Answer a request in the wire format ``kind(request, prompts, n)``."""
         caller, head = incoming.caller, incoming.head
-        request = await self._read(head, body, CompletionRequest)
         needed, other = ("messages", "prompt") if is_chat else ("prompt", "messages")
         absent = None, ABSENT
         if getattr(request, needed) in absent or getattr(request, other) not in absent:
@@ -253,7 +312,7 @@ class Completions:
         answer_form = request.form
         if answer_form.names and not is_chat:
             raise InvalidInput("tools are for chats", hint=CHAT, param="tools")
-        form = _OpenAi(request, prompts, n)
+        form = kind(request, prompts, n)
         if form.hides:
             request = replace(request, max_tokens=1)
         if request.best_of not in (None, n):
@@ -264,7 +323,7 @@ class Completions:
         def begin_of(prompt: str | list[int], seed: int | None, *, own: Any) -> StartGeneration:
             own = {**own, "json_schema": answer_form.schema}
             begin = _begin(request, prompt, messages, own=own, tokens=tokens, seed=seed)
-            return replace(begin, tools=answer_form.rendered)
+            return replace(begin, tools=answer_form.rendered, settings=request.settings)
 
         seeds = [None if request.seed is None else request.seed + one for one in range(n)]
         begins = [
@@ -300,18 +359,19 @@ class Completions:
         request = await self._read(head, body, TritonRequest)
         begin = partial(_begin, request, request.text_input, temperature=0.0, seed=request.seed)
         choices = ParallelAnswers([await self._answers.begin(caller, head, model, begin, version)])
-        return await self._answer(choices, _Triton(choices.first), is_stream=is_stream)
+        return await self._answer(choices, TritonFormat(choices.first), is_stream=is_stream)
 
     async def _answer(
-        self, choices: ParallelAnswers, form: _OpenAi | _Triton, *, is_stream: bool
+        self, choices: ParallelAnswers, form: AnswerFormat, *, is_stream: bool
     ) -> Response:
         """Return the whole answer or a stream. Errors before the first tokens are raised."""
         try:
             await choices.start()
             if is_stream:
-                events = _Events(_pieces(choices, form), partial(self._close, choices))
-                cut = lambda error: _event(form.failed(error))  # noqa: E731
-                return Response(content_type=EVENT_STREAM, stream=events, cut=cut)
+                stream = StreamedAnswer(choices, form, partial(self._close, choices))
+                cut = lambda error: form.encode(form.failed(error))  # noqa: E731
+                kind, headers = form.content_type, without_effect(choices.first.unused)
+                return Response(content_type=kind, headers=headers, stream=stream, cut=cut)
             texts: list[list[str]] = [[] for _ in choices.answerings]
             while came := await choices.next():
                 index, token = came
@@ -321,7 +381,8 @@ class Completions:
             self._close(choices)
             raise
         await choices.close()
-        return json_answer(form.whole(["".join(one) for one in texts]))
+        answer = form.whole(["".join(one) for one in texts])
+        return json_answer(answer, headers=without_effect(choices.first.unused))
 
     def _close(self, choices: ParallelAnswers) -> None:
         task = asyncio.get_running_loop().create_task(choices.close())
@@ -329,182 +390,13 @@ class Completions:
         task.add_done_callback(self._closing.discard)
 
 
-def openai_body(error: PipeSwitchError) -> dict[str, Any]:
-    """Return an error in OpenAI's form."""
-    name, status = type(error).__name__, status_of(error).http
-    kind = "rate_limit_error" if status == 429 else "invalid_request_error"
-    content = {
-        "message": str(error),
-        "type": "server_error" if status >= 500 else kind,
-        "param": error.data.get("param"),
-        "code": error.data.get("code") or CODES.get(name, name),
-        **limit_of(error),
-    }
-    return {"error": content}
-
-
-class _OpenAi:
-    """Wire format of chats and completions."""
-
-    end = b"data: [DONE]\n\n"
-    failed = staticmethod(openai_body)
-
-    choices: ParallelAnswers
-
-    def __init__(self, body: CompletionRequest, prompts: Sequence[str | list[int]], n: int) -> None:
-        """Prepare the format. A client that sent token ids receives ids, too."""
-        form = body.form
-        self._readers = [CallReader(form) for _ in range(len(prompts) * n) if form.names]
-        self._echo = [one if body.echo else "" for one in prompts for _ in range(n)]
-        self._has_ids, self._has_logprobs = isinstance(prompts[0], list), body.logprobs is not None
-        self.hides = body.scores_prompt and body.max_tokens == 0  # show only the prompt
-        self._began, self._shown = set[int](), Counter[int]()  # begun choices; shown characters
-        self._is_chat, self._created_s = body.messages != ABSENT, int(time.time())
-        self._tells_usage = bool(body.stream_options and body.stream_options.include_usage)
-
-    def whole(self, texts: Sequence[str]) -> dict[str, Any]:
-        rows = []
-        for index, text in enumerate(texts):
-            answering = self.choices.answerings[index]
-            tokens = [] if self.hides else answering.tokens
-            ids = {"token_ids": [one.id for one in tokens]} if self._has_ids else {}
-            text = self._echo_of(index) + ("" if self.hides else text)
-            message = {"role": "assistant", "content": text, "refusal": None}
-            if self._readers:
-                read = self._readers[index].push(text, is_last=True)
-                for one in read.get("tool_calls", ()):
-                    del one["index"]
-                message |= {"content": None, **read}
-            choice = {"message": message} if self._is_chat else {"text": text, **ids}
-            rows.append(self._choice(index, choice, [*answering.scored, *tokens]))
-        return self._told("", rows, self._usage())
-
-    def events(self, index: int, token: Token | None) -> Iterable[dict[str, Any]]:
-        """Yield the chunk for a choice's token, or for its end (None)."""
-        answering = self.choices.answerings[index]
-        tokens = [token] if token and not self.hides else []
-        text = "".join([one.text for one in tokens])
-        ids = {"token_ids": [one.id for one in tokens]} if self._has_ids else {}
-        is_first = index not in self._began
-        if is_first:
-            text, tokens = self._echo_of(index) + text, [*answering.scored, *tokens]
-        part_body: dict[str, Any] = {"content": text} if token else {}
-        if self._readers:
-            part_body = self._readers[index].push(text, is_last=not token)
-        has_part = bool(part_body if self._readers else text)
-        if has_part or self._has_ids or self._has_logprobs or not token:
-            role = {"role": "assistant"} if is_first else {}
-            self._began.add(index)
-            delta = {**role, **part_body}
-            choice = {"delta": delta} if self._is_chat else {"text": text, **ids}
-            yield self._told(".chunk", [self._choice(index, choice, tokens, is_last=not token)])
-
-    def last(self) -> Iterable[dict[str, Any]]:
-        """Yield the chunks that follow the end of the last choice."""
-        if self._tells_usage:
-            yield self._told(".chunk", [], self._usage())
-
-    def _echo_of(self, index: int) -> str:
-        """Return the text of a choice's prompt; if it came as ids, its tokens' joined texts."""
-        echo, answering = self._echo[index], self.choices.answerings[index]
-        scored = "".join([answering.names[one.id][0] for one in answering.scored])
-        return echo if isinstance(echo, str) else scored
-
-    def _choice(
-        self, index: int, choice: dict[str, Any], tokens: Sequence[Token], *, is_last: bool = True
-    ) -> dict[str, Any]:
-        answering, logprobs = self.choices.answerings[index], None
-        reason = ("length" if self.hides else answering.step.reason) if is_last else None
-        if reason == "stop" and self._readers and self._readers[index].count:
-            reason = "tool_calls"
-        if self._has_logprobs and tokens:
-            if self._is_chat:
-                logprobs = chat_logprobs(tokens, answering.names)
-            else:
-                logprobs = text_logprobs(tokens, answering.names, self._shown[index])
-                self._shown[index] += sum(map(len, logprobs["tokens"]))
-        return {"index": index, **choice, "logprobs": logprobs, "finish_reason": reason}
-
-    def _told(self, kind: str, rows: list[dict[str, Any]], usage: Any = None) -> dict[str, Any]:
-        first = self.choices.first
-        return {
-            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{first.id}",
-            "object": f"chat.completion{kind}" if self._is_chat else "text_completion",
-            "created": self._created_s,
-            "model": first.model,
-            "choices": rows,
-            **({"usage": usage} if usage or self._tells_usage else {}),
-        }
-
-    def _usage(self) -> dict[str, int]:
-        prompt = self.choices.prompt_count
-        answer = 0 if self.hides else self.choices.token_count
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": answer,
-            "total_tokens": prompt + answer,
-        }
-
-
-class _Triton:
-    """Wire format of ``generate``."""
-
-    end = b""
-    failed = staticmethod(body_of)
-
-    def __init__(self, answering: AnswerStream) -> None:
-        self._answering = answering
-
-    def whole(self, texts: Sequence[str]) -> dict[str, Any]:
-        model, version = self._answering.model, self._answering.version
-        return {"model_name": model, "model_version": str(version), "text_output": texts[0]}
-
-    def events(self, index: int, token: Token | None) -> Iterable[dict[str, Any]]:
-        return [self.whole([token.text])] if token and token.text else []
-
-    def last(self) -> Iterable[dict[str, Any]]:
-        return []
-
-
-class _Events:
-    """A streamed answer; a ``BodyStream``."""
-
-    def __init__(self, pieces: AsyncIterator[bytes], close: Callable[[], None]) -> None:
-        self._pieces, self.close = pieces, close
-
-    async def next(self) -> bytes:
-        return await anext(self._pieces, b"")
-
-
-async def _pieces(choices: ParallelAnswers, form: _OpenAi | _Triton) -> AsyncIterator[bytes]:
-    try:
-        while came := await choices.next():
-            for one in form.events(*came):
-                yield _event(one)
-        yield b"".join([*map(_event, form.last()), form.end]) or b"\n"
-    except PipeSwitchError as error:
-        yield _event(form.failed(error))
-    except Exception as error:
-        log.exception("answer=%s failed", choices.first.id)
-        yield _event(form.failed(as_ours(error)))
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: %s\n\n" % encode_json(value)
-
-
-def refused(error: PipeSwitchError) -> Response:
-    """Return ``http_server.refusal`` of an error, with the body in OpenAI's form."""
-    return replace(refusal(error), parts=[encode_json(openai_body(error))])
-
-
 def _said(body: Any, kind: type[S]) -> S:
     """Decode a request; raise InvalidInput if it is malformed, or has an unsupported option."""
     check_memory(len(body))
     try:
-        fields = _fields(body)
+        fields = fields_of(body)
         if kind is TritonRequest and "parameters" in fields:
-            parameters = _fields(fields.pop("parameters"))
+            parameters = fields_of(fields.pop("parameters"))
             for name in sorted(name[:80] for name in fields.keys() & parameters.keys()):
                 what = f"{name!r} is in the body and in its parameters"
                 raise InvalidInput(what, hint=f"give {name!r} once", param=name)
@@ -515,10 +407,10 @@ def _said(body: Any, kind: type[S]) -> S:
         for name in fields.keys() - {*known}:
             _check_neutral(name, fields[name], known, is_chat="messages" in fields)
         options = bytes(fields.get("stream_options", b""))
-        for name, value in _fields(options).items() if options[:1] == b"{" else ():
+        for name, value in fields_of(options).items() if options[:1] == b"{" else ():
             if name not in StreamOptions.__struct_fields__:
                 _check_neutral(f"stream_options.{name}", value, known)
-        for name in ("logit_bias", "stop_token_ids", "response_format", "tools"):
+        for name in LONG_FIELDS:
             most = MAX_TOOLS_BYTES if name == "tools" else MAX_LIST_BYTES
             if len(fields.get(name, b"")) > most:
                 raise InvalidInput(f"{name} is longer than {most} bytes", param=name)
@@ -532,22 +424,12 @@ def _said(body: Any, kind: type[S]) -> S:
         raise InvalidInput(f"invalid request: {error}", param=where[1] if where else None) from None
 
 
-def _fields(data: Any) -> dict[str, msgspec.Raw]:
-    """Return an object's non-null fields undecoded, since their decoded size is unknown."""
-    fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-    return {name: value for name, value in fields.items() if value != NULL}
-
-
 def _check_neutral(
     name: str, raw: msgspec.Raw, known: Iterable[str], *, is_chat: bool = False
 ) -> None:
     """Raise InvalidInput if an unsupported option has a value that would change the answer."""
     neutral = NEUTRAL.get(f"chat.{name}" if is_chat else name, NEUTRAL.get(name, ()))
-    if "*" in neutral:
-        return
-    value = msgspec.json.decode(raw) if len(raw) <= NEUTRAL_BYTES else ...
-    is_flag = isinstance(value, bool)  # True equals 1
-    if not any(value == one and isinstance(one, bool) is is_flag for one in neutral):
+    if not is_neutral(raw, neutral):
         near = nearest(name, known)
         hint = ", or ".join(["leave it out", *map(json.dumps, neutral)])
         raise InvalidInput(f"{name[:80]!r} is not supported{near}", hint=hint, param=name[:80])

@@ -57,7 +57,7 @@ CALL: Final = {
 MESSAGE: Final = {
     **dict.fromkeys(("role", "content", "name", "tool_call_id", "id", "index", "annotations")),
     **dict.fromkeys(("reasoning", "reasoning_content", "cache_control", "parsed")),
-    **dict.fromkeys(("provider_specific_fields",)),
+    **dict.fromkeys(("provider_specific_fields", "thinking", "tool_name")),
     "tool_calls": CALL,
 }
 """Fields of a message that clients send, with the known fields of their own values."""
@@ -75,6 +75,7 @@ class StartGeneration(AnswerMessage, frozen=True, kw_only=True, tag=True):
     prompt: str | list[int] = ""
     messages: bytes | None = None  # JSON, instead of ``prompt``: the template renders it
     tools: bytes = b""  # JSON, for the template
+    settings: bytes = b""  # JSON object with further values for the template
     sampling: Sampling
     ending: StopCriteria
     # For an answer that another process began: its tokens, and how many of their texts were sent.
@@ -106,6 +107,8 @@ class DecodedText(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str | None = None  # reason of the answer's end; None: it continues
     prompt: bytes = b""  # ids of a new answer's prompt, int32
     names: list[TokenName] = []
+    stop: str = ""  # the stop string that ended the answer
+    unused: list[str] = []  # settings of a new answer that the template does not read
 
 
 class InvalidPrompt(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -143,7 +146,7 @@ class TokenizerWorker:
             return InvalidPrompt(message=f"the model's chat template or tokenizer: {error!r:.300}")
 
     def _step(self, message: StartGeneration | TokensGenerated) -> DecodedText:
-        prompt, told_count = b"", 0
+        prompt, told_count, unused = b"", 0, list[str]()
         if isinstance(message, StartGeneration):
             ids = self._ids(message)
             decode = self._tokenizer[1] if self._facts.tokenizer else None
@@ -152,12 +155,15 @@ class TokenizerWorker:
             new = OutputProcessor(ending, decode, ids)
             self._answers[message.answer] = new, len(ids)
             prompt, told_count = array("i", ids).tobytes(), message.told
+            settings, read = _settings(message), self._readable if message.messages else ()
+            unused = [name for name in settings if name not in read]
         answer, prompt_count = self._answers[message.answer]
         came = message.so_far if isinstance(message, StartGeneration) else message.tokens
         tokens = [Token(one, answer.push(one)) for one in came if answer.reason is None]
         names, ours = [self._name(one) for one in message.names], tokens[told_count:]
-        counts: Any = {"prompt_count": prompt_count, "prompt": prompt}
-        return DecodedText(tokens=ours, reason=answer.reason, names=names, **counts)
+        counts: Any = {"prompt_count": prompt_count, "prompt": prompt, "unused": unused}
+        counts |= {"reason": answer.reason, "stop": answer.stopped_by}
+        return DecodedText(tokens=ours, names=names, **counts)
 
     def _name(self, token: int) -> TokenName:
         facts, own = self._facts, (f"token_id:{max(token, ~token)}", None)
@@ -182,28 +188,29 @@ class TokenizerWorker:
         if not self._facts.chat_template:
             raise InvalidInput("the model has no chat template", hint="ask /v1/completions")
         messages, tools = parsed(message.messages or b""), None
+        more = _settings(message)
         if message.tools:
             tools = msgspec.json.decode(message.tools)
-            if self._render(messages, tools) == self._render(messages, None):
+            if self._render(messages, tools, more) == self._render(messages, None, more):
                 raise InvalidInput(
                     "the model's chat template does not show tools to the model",
                     hint='tool_choice="none", or a model whose template reads tools',
                     param="tools",
                 )
-        text = self._render(messages, tools)
+        text = self._render(messages, tools, more)
         for number, (name, rows) in enumerate(unknown_fields(messages, MESSAGE).items()):
             values = [row.pop(name) for row in rows]
-            if number >= MAX_UNKNOWN or self._render(messages, tools) == text:
+            if number >= MAX_UNKNOWN or self._render(messages, tools, more) == text:
                 words = f"the model's chat template does not show {name[:80]!r} of a message"
                 raise InvalidInput(words, hint="leave it out", param="messages")
             for row, value in zip(rows, values, strict=True):
                 row[name] = value
         return text
 
-    def _render(self, messages: Any, tools: Any) -> str:
-        settings = {"add_generation_prompt": True, "documents": None, **self._facts.special}
+    def _render(self, messages: Any, tools: Any, more: Mapping[str, Any]) -> str:
+        settings = {**more, **self._own, "messages": messages, "tools": tools}
         try:
-            return self._template(messages=messages, tools=tools, **settings)
+            return self._template(settings)
         except Exception:
             # A call that was cut has a text as its arguments, and this template needs an object.
             texts = [one for one in calls_of(messages) if isinstance(one.get("arguments"), str)]
@@ -211,7 +218,19 @@ class TokenizerWorker:
                 raise
             for one in texts:
                 one["arguments"] = {"arguments": one["arguments"]}
-            return self._template(messages=messages, tools=tools, **settings)
+            return self._template(settings)
+
+    @cached_property
+    def _own(self) -> Mapping[str, Any]:
+        return {"add_generation_prompt": True, "documents": None, **self._facts.special}
+
+    @cached_property
+    def _readable(self) -> set[str]:
+        """Names that the template reads and that a request may set."""
+        from jinja2.meta import find_undeclared_variables
+
+        names = find_undeclared_variables(environment_of().parse(self._facts.chat_template))
+        return {*names} - {"messages", "tools", *self._own}
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -220,6 +239,10 @@ class TokenizerWorker:
     @cached_property
     def _template(self) -> Callable[..., str]:
         return compiled(self._facts.chat_template)
+
+
+def _settings(message: StartGeneration) -> dict[str, Any]:
+    return msgspec.json.decode(message.settings, type=dict[str, Any]) if message.settings else {}
 
 
 def check_length(prompt: str | list[int], context: int) -> None:
@@ -323,7 +346,12 @@ def _text(content: msgspec.Raw) -> str:
 
 
 def compiled(template: str) -> Callable[..., str]:
-    """Return the template's render function, with the names that transformers provides."""
+    """Return the template's render function."""
+    return environment_of().from_string(template).render  # type: ignore[no-any-return]
+
+
+def environment_of() -> Any:
+    """Return an environment of templates, with the names that transformers provides."""
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -351,7 +379,7 @@ def compiled(template: str) -> Callable[..., str]:
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda how: datetime.datetime.now().strftime(how)
-    return environment.from_string(template).render
+    return environment
 
 
 def framed(data: bytes) -> bytes:
@@ -368,9 +396,11 @@ def _frame(source: BinaryIO) -> bytes:
 def main() -> None:
     """Serve the socket at descriptor 0. Imports come first: a confined process opens no files."""
     os.nice(NICENESS)
+    import jinja2.meta
     from jinja2.exceptions import TemplateError
 
     with contextlib.suppress(TemplateError):
+        jinja2.meta.find_undeclared_variables(environment_of().parse("{{ messages }}"))
         compiled("{{ messages | tojson | trim }}{{ strftime_now('%Y') }}{{ raise_exception('') }}")(
             messages=[]
         )

@@ -104,6 +104,7 @@ class OutputProcessor:
         self._held = ""  # text that may be a stop string's beginning
         self.tokens: list[int] = []
         self.reason: FinishReason | None = None
+        self.stopped_by = ""  # the stop string that ended the answer
 
     def push(self, token: int) -> str:
         """Return the text that may be shown now; ``reason`` is set if this was the last token."""
@@ -132,10 +133,12 @@ class OutputProcessor:
         """
         if len(self.tokens) < self._ending.min_new_tokens:
             return text, False
-        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        pairs = zip(self._stops, self._ending.stop, strict=True)
+        places = [(place, own) for stop, own in pairs if (place := text.find(stop)) >= 0]
         if places:
+            place, self.stopped_by = min(places)
             self._held = ""
-            return text[: min(places)], True
+            return text[:place], True
         overlap = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - overlap :]
         return text[: len(text) - overlap], False

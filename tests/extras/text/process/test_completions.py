@@ -268,8 +268,7 @@ def test_what_is_not_done_is_said_in_openais_form(running: Checked, ai: Any) -> 
         assert (answer_status, reply["error"]["param"]) == (status, param), reply
         assert words in reply["error"]["message"]
         assert reply["error"].keys() == {"message", "type", "param", "code"}
-    with pytest.raises(openai.AuthenticationError, match="token"):
-        ai.with_options(api_key="sk-0123456789abcdef").models.list()
+    assert ai.with_options(api_key="sk-0123456789abcdef").models.list().data
     with pytest.raises(openai.NotFoundError, match="no model"):
         ai.models.retrieve("other")
     status, reply, _ = post(

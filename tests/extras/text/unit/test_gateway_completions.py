@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from pipeswitch.base.errors import InvalidInput, QueueFull
+from pipeswitch.extras.text.answer_formats import openai_body
 from pipeswitch.extras.text.choices import chat_logprobs, check_count, logprob_count
 from pipeswitch.extras.text.completions import (
     MAX_FIELDS,
     CompletionRequest,
     TritonRequest,
     _said,
-    openai_body,
 )
 from pipeswitch.extras.text.decoding.model_config import BYTE_OF, Decoding, Token
 from pipeswitch.extras.text.tokenizer_worker import parsed

@@ -213,8 +213,8 @@ def test_a_neutral_value_is_accepted_and_any_other_is_refused_by_name() -> None:
         "spaces_between_special_tokens": true, "response_format": {"type": "text"},
         "tools": [], "functions": [], "tool_choice": "auto", "parallel_tool_calls": true,
         "modalities": ["text"], "store": false, "service_tier": "auto", "metadata": {"a": "b"},
-        "reasoning_effort": "medium", "verbosity": "medium", "add_generation_prompt": true,
-        "continue_final_message": false, "documents": [], "chat_template_kwargs": {},
+        "verbosity": "medium", "add_generation_prompt": true,
+        "continue_final_message": false, "documents": [],
         "include_reasoning": true, "bad_words": [], "return_token_ids": false,
         "return_tokens_as_token_ids": false, "request_id": "r", "kv_transfer_params": {},
         "stream_options.continuous_usage_stats": false, "stream_options.include_obfuscation": true
