@@ -1,0 +1,78 @@
+"""Variants on a real server: a switch copies only what differs, and each answer has its bits."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import process_tools as tools
+import pytest
+import torch
+
+WIDTH, DEPTH = 512, 6  # 1 MiB in each layer
+X = torch.randn(1, WIDTH)
+CHANGED = {"last": (10,), "two": (8, 10), "first": (0,), "all": tuple(range(0, 12, 2))}
+
+
+def variant(name: str) -> Any:
+    """Return the base with other weights in the layers of ``CHANGED``."""
+    module, other = tools.mlp(WIDTH, DEPTH, 1), tools.mlp(WIDTH, DEPTH, 7 + len(name))
+    for index in CHANGED.get(name, ()):
+        module[index] = other[index]
+    return module
+
+
+def register(client: Any, folder: Path, precision: str) -> list[str]:
+    """Register the base, and variants of it; return their names."""
+    client.register(precision, variant("base"), example_inputs=X, precision=precision)
+    for name in CHANGED:
+        torch.save(variant(name).state_dict(), folder / f"{name}.pt")
+        client.register(f"{name}-{precision}", like=precision, weights=folder / f"{name}.pt")
+    return [precision, *[f"{name}-{precision}" for name in CHANGED]]
+
+
+@pytest.mark.parametrize(
+    ("device", "count"),
+    [("cpu", 60), ("cuda:0", 60), pytest.param("cpu", 200, marks=pytest.mark.slow)],
+)
+def test_under_evictions_kills_and_rollbacks_each_answer_is_its_own_models(
+    tmp_path: Path, device: str, count: int
+) -> None:
+    """A first server, with room for all models, computes the expected answers of packed ones."""
+    environment = tools.fake_gpu(tmp_path) | tools.ENVIRONMENT
+    options: dict[str, Any] = {
+        "devices": (device,),
+        "environment": environment,
+        "state_dir": tmp_path / "state",
+    }
+    with tools.checked_server(arena="256MiB", **options) as checked:
+        client = checked.client
+        names = [name for one in ("exact", "bf16") for name in register(client, tmp_path, one)]
+        client.register("exact", weights=tmp_path / "two.pt", as_version=True)
+        expected = {name: client.infer(name, X).value for name in names}
+    for name, module in {"exact": "two", "two-exact": "two", "last-exact": "last"}.items():
+        assert tools.is_bit_equal(expected[name], tools.eager(variant(module), X))
+    rng, kept = random.Random(4), Counter[bool]()
+    with tools.checked_server(arena="20MiB", **options) as checked:
+        client = checked.client
+        for index in range(count):
+            if index % 20 == 19:  # in the middle of a copy or of a computation
+                futures = [(name, client.submit(name, X)) for name in rng.sample(names, 3)]
+                pids = checked.worker_pids().values() if index % 40 == 19 else ()
+                for pid in pids or [checked.daemon_pid()]:
+                    tools.kill(pid)
+                for name, future in futures:
+                    assert tools.is_bit_equal(future.result(60).value, expected[name]), name
+                checked.wait_until_whole()
+            if index % 10 == 9:
+                version = 1 + index // 10 % 2
+                client.rollback("exact", version=version)
+                expected["exact"] = tools.eager(variant(("base", "two")[version - 1]), X)
+            name = rng.choice(names)
+            result = client.infer(name, X)
+            assert tools.is_bit_equal(result.value, expected[name]), name
+            if not result.timing.resident:
+                kept[result.timing.resident_bytes > 0] += 1
+        assert kept[True] > count / 5, kept
