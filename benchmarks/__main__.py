@@ -24,6 +24,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 
 NAMES: Final = (
     "switch",
+    "variants",
     "swap",
     "throughput",
     "pipeline",
