@@ -49,17 +49,18 @@ def newest(folder: Path) -> dict[str, tuple[str, Document]]:
 
 
 def front_page(results: Results) -> list[str]:
-    """Return README's paragraphs: a sentence about the demo, and how many targets are met."""
+    """Return README's paragraphs: a sentence about the demo, and how many claims hold."""
     parts = []
     if DEMO in results:
         parts.append(demo_sentence(*results[DEMO]))
-    judged = [row for _, document in _measured(results).values() for row in _judged(document)]
-    if judged:
-        met = sum(row["is_met"] for row in judged)
+    rows = [line.split(" | ") for line in "\n".join(papers.page(results)).splitlines()]
+    verdicts = [row[4].partition(",")[0] for row in rows if len(row) == 6]
+    if held := verdicts.count("yes"):
         parts.append(
-            f"The benchmarks set {len(judged)} targets for times, sizes and equal answers; the "
-            f"newest results meet {met} of them. [benchmarks/results/README.md]"
-            "(benchmarks/results/README.md) lists all of them, and how busy the machine was."
+            f"Of the papers' claims that were tried on the cpu device, {held} hold, "
+            f"{verdicts.count('partly')} hold in part, and {verdicts.count('**no**') or 'none'} "
+            "fails ([which, and why](docs/papers.md)). [benchmarks/results/README.md]"
+            "(benchmarks/results/README.md) lists our own targets, met and missed."
         )
     return parts
 
@@ -116,7 +117,7 @@ def demo_sentence(file: str, demo: Document) -> str:
         f"{_ms(demo['stop_and_start']['p50_ms'])} with a process per request. The "
         f"training job lost {training['steps_lost']} steps; all answers in precision `exact` were "
         f"{same} to the plain models'{fast} "
-        f"([{file}](benchmarks/results/{file}))."
+        f"([{file}](benchmarks/results/{file}), release {demo['pipeswitch_version']})."
     )
 
 
