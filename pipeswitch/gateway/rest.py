@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
@@ -20,6 +21,9 @@ from .serving.service import Service
 
 MAX_OBJECT_BYTES: Final = 64 << 10  # limit of JSON without tensors
 MODEL: Final = "/v2/models/{model}"
+OF_OTHERS: Final = re.compile(
+    "/v1/models/([^/:]+):predict|/predictions/([^/]+)|/(?:predict|invocations|infer)"
+)
 REGIONS: Final = "/v2/systemsharedmemory"
 
 
@@ -64,7 +68,13 @@ def inference_door(service: Service, aside: OffloadThread) -> Door:
         route("POST", f"{REGIONS}/region/{{region}}/register", verbs.register_region),
         route("POST", f"{REGIONS}/region/{{region}}/unregister", verbs.unregister_region),
     )
-    return Door(prefix="/v2", hint="GET /v2 names the extensions", routes=routes)
+    hint = "GET /v2 names the extensions"
+    return Door(prefix="/v2", hint=hint, routes=routes, advice=_advice)
+
+
+def _advice(path: str) -> str:
+    match = OF_OTHERS.fullmatch(path)
+    return f"use POST /v2/models/{match[1] or match[2] or 'MODEL'}/infer" if match else ""
 
 
 class OpenInference:
@@ -142,12 +152,19 @@ class OpenInference:
         caller, head, names = request.caller, request.head, request.names
         model, version = names["model"], names.get("version", "")
         json_bytes = _json_length(head)
-        if json_bytes == 0:
-            infer_request = oip.raw_request(body, await self._service.row(caller, model))
-        elif (len(body) if json_bytes is None else json_bytes) <= oip.LONG_BYTES:
-            infer_request = oip.decode_request(body, json_bytes)
-        else:
-            infer_request = await self._aside.run(head.peer, oip.decode_request, body, json_bytes)
+        try:
+            if json_bytes == 0:
+                infer_request = oip.raw_request(body, await self._service.row(caller, model))
+            elif (len(body) if json_bytes is None else json_bytes) <= oip.LONG_BYTES:
+                infer_request = oip.decode_request(body, json_bytes)
+            else:
+                work = oip.decode_request, body, json_bytes
+                infer_request = await self._aside.run(head.peer, *work)
+        except InvalidInput as error:  # perhaps the name is wrong, too: say which are right
+            inputs = oip.metadata(await self._service.row(caller, model))["inputs"]
+            texts = [f"{one['name']} {one['datatype']}{one['shape']}" for one in inputs]
+            text = f"{error.message}; {model} takes {', '.join(texts)}"
+            raise InvalidInput(text, hint=error.hint) from None
         outputs, timing = await self._service.infer(
             caller, model, version, infer_request, head.headers, head.peer
         )
@@ -181,7 +198,6 @@ def _soon(why: str) -> ServerUnavailable:
 
 
 def _state(facts: dict[str, Any], error: PipeSwitchError | None) -> Response:
-    """Return a health endpoint's answer: the facts, and the error's fields if a fact is False."""
     if error is None or all(facts.values()):
         return json_answer(facts)
     return json_answer({**facts, **body_of(error)}, status_of(error).http)

@@ -92,7 +92,7 @@ class Router:
             # Anthropic's clients send ``x-api-key``.
             key = f"Bearer {head.headers.get('x-api-key', '')}"
             caller = self._callers.principal(head.headers.get("authorization") or key)
-        if not methods:
+        if not methods or (route is None and path.endswith(":predict")):  # KServe's first protocol
             raise self._not_found(path)
         if route is None:
             allow = ", ".join("GET, HEAD" if one == "GET" else one for one in methods)
@@ -108,8 +108,9 @@ class Router:
     def _not_found(self, path: str) -> NotFound:
         advice = next(filter(None, (door.advice(path) for door in self._doors)), "")
         hints = [door.hint for door in self._doors if door.has(path)]
-        hint = advice or "; ".join(hints or (door.hint for door in self._doors))
-        return NotFound(f"no path {path[:200]!r}{self._routes.near(path)}", hint=hint)
+        hint = "; ".join(hints or (door.hint for door in self._doors))
+        near = f"; {advice}" if advice else self._routes.near(path)  # some clients show no hints
+        return NotFound(f"no path {path[:200]!r}{near}", hint=hint)
 
 
 def check_size(size: int, max_bytes: int) -> None:
@@ -150,6 +151,5 @@ def _preflight(names: str) -> Response:
 
 
 def _shown_to(origin: str, answer: Response) -> Response:
-    """Return the answer with headers that allow pages of ``origin`` to read it."""
     allow = ("Access-Control-Allow-Origin", origin), ("Access-Control-Expose-Headers", EXPOSED)
     return replace(answer, headers=[*answer.headers, *allow, ("Vary", "Origin")])

@@ -57,7 +57,7 @@ from .translation import ABSENT, Dialect, fields_of, is_neutral, table
 PREFIX: Final = "/v1"
 MODELS, TEXT, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
 EMBED: Final = "/v1/embeddings"
-PATHS: Final = (MODELS, TEXT, CHAT, EMBED)
+PATHS: Final = (MODELS, TEXT, CHAT, EMBED, "/v1/responses", "/v1/messages")
 OLLAMAS: Final = re.compile(
     "/api/(chat|generate|embed(dings)?|tags|show|version|pull|push|create|copy|delete|blobs/.*)"
 )
@@ -199,9 +199,9 @@ def _advice(path: str) -> str:
         return (
             "pipeswitch run and pipeswitch unregister; /api has chat, generate, embed, tags, show"
         )
-    for one in () if path.startswith(f"{PREFIX}/") else PATHS:
+    for one in sorted(PATHS, key=len, reverse=True):  # ``/completions`` also ends a chat's path
         if path.endswith(one.removeprefix(PREFIX)):  # the most frequent mistake
-            return f"POST {one}: the client's base URL ends with {PREFIX}"
+            return f"use POST {one}: the client's base URL ends with {PREFIX}, once"
     return ""
 
 

@@ -195,9 +195,9 @@ def _by_call_order(
     by_name = {_full_name(tensor.name, names, manifest.takes): tensor for tensor in tensors}
     for name in by_name:
         if name not in names:
+            near = nearest(name, names) or f"; its inputs are {', '.join(names)}"
             raise InvalidInput(
-                f'{model} has no input "{name[:80]}"{nearest(name, names)}',
-                hint=f"its inputs are {', '.join(names)}",
+                f'{model} has no input "{name[:80]}"{near}', hint=f"pipeswitch show {model}"
             )
     if len(by_name) != len(names):
         raise InvalidInput(f"{model}: an input appears twice")
