@@ -478,7 +478,8 @@ def parse(
         if name not in others:
             reader.complain(f"[{name}]: unknown section{nearest(name, others)}", name)
     if reader.errors:
-        hint = "pipeswitch config init writes a commented example"
+        are_flags = all(one.startswith("command line:") for one in reader.errors)
+        hint = "pipeswitch " + ("serve --help" if are_flags else "config init writes an example")
         raise ConfigError("\n".join(reader.errors), hint=hint, errors=reader.errors)
     return Config(
         **{name: cls(**sections[name]) for name, cls in SECTIONS.items()},  # type: ignore[arg-type]

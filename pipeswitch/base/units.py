@@ -132,6 +132,8 @@ class SizeSpec:
             number = math.nan
         if 0 < number <= 1:
             return SizeSpec(fraction=number)
+        if 1 < number < 1 << 20:
+            raise ValueError(f"{text!r} is a number of bytes; write {text}GiB or {text}MiB")
         return SizeSpec(size_bytes=parse_size(text))
 
     def __str__(self) -> str:

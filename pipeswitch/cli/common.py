@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -109,12 +109,19 @@ class Group(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        self.write_rows(ctx, formatter, "Commands", self.list_commands(ctx))
+
+    def write_rows(
+        self, ctx: click.Context, formatter: click.HelpFormatter, title: str, names: Sequence[str]
+    ) -> None:
+        """Write a section of the help with these commands."""
+        commands = [(name, self.get_command(ctx, name)) for name in names]
         rows = [
             (name, command.get_short_help_str(limit=1000)) for name, command in commands if command
         ]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
+        if rows:
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
 
 @contextlib.contextmanager

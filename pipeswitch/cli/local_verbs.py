@@ -12,7 +12,7 @@ from click.shell_completion import get_completion_class
 
 from ..base.errors import InvalidInput
 from . import views
-from .common import EXIT_FAILED, EXIT_OK, Group, json_option, part, print_done
+from .common import EXIT_FAILED, EXIT_OK, Group, connected, json_option, part, print_done
 
 
 @click.command()
@@ -91,6 +91,10 @@ state_option = click.option(
 @json_option
 def backup(folder: Path, state_dir: str | None, as_json: bool) -> None:
     """Copy the state directory to a new folder; its server may be running."""
+    addressed = click.get_current_context().obj["address"] or os.environ.get("PIPESWITCH_HOST")
+    if state_dir is None and addressed:
+        with connected() as client:
+            state_dir = client.about().get("state_dir")
     _copied("backup", _state_dir(state_dir), folder, as_json)
 
 

@@ -6,7 +6,8 @@ import errno
 import io
 import os
 import sys
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any, Final, NoReturn
 
 import click
 
@@ -16,9 +17,24 @@ from ..wire.addresses import full_address
 from . import infer, jobs, local_verbs, models, server, views
 from .common import EXIT_INTERRUPTED, EXIT_OK, Group
 
+GROUPS: Final[Mapping[str, str]] = {
+    "Serve": "serve stop ping doctor config",
+    "Models": "register unregister models show load unload infer chain run chat generate sequences",
+    "Jobs": "train jobs",
+    "Look": "ps top stats trace ui",
+    "Plan": "profile plan simulate",
+    "Cluster": "cluster keys",
+}
+
 
 class Cli(Group):
     """Group that shows every PipeSwitchError as ``Error: text`` with a hint, and no traceback."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        names, groups = self.list_commands(ctx), {k: v.split() for k, v in GROUPS.items()}
+        more = {*names}.difference(*groups.values())
+        for title, group in {**groups, "More": sorted(more)}.items():
+            self.write_rows(ctx, formatter, title, [name for name in group if name in names])
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted([*super().list_commands(ctx), *COMMANDS.names()])

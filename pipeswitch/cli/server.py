@@ -92,6 +92,8 @@ def serve(path: str | None, no_http: bool, **flags: Any) -> None:
 
     if no_http and (flags["gateway__http"] or flags["gateway__grpc"]):
         raise click.UsageError("--no-http excludes --http and --grpc")
+    if (listen := flags["server__listen"]) and "://" not in listen:  # as --host takes it
+        flags["server__listen"] = f"tcp://{listen}"
     config = load(path, flags=_flag_tree(flags, no_http=no_http))
     run = part("pipeswitch.controller.main", "serve")
     sys.exit(run(config))

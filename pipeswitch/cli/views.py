@@ -22,6 +22,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from ..base.roles import ANYONE
 from ..base.units import escape_control_chars, format_bytes, format_number, printed
 from ..wire.request_timing import OPTIONAL, PARTS
 
@@ -304,6 +305,8 @@ def cell(column: str, value: Any) -> Text:
     value = printed(value)
     if value is None or value == "":
         return Text("")
+    if column == "name" and value == ANYONE:
+        return Text("(no key)")
     if column in ("state", "residency"):
         return Text(str(value), style=STATE_STYLES.get(str(value), ""))
     if column in ("bytes", *PS_SIZES) or (column in ("device", "host") and type(value) is int):
@@ -475,7 +478,6 @@ def progress_bar(enabled: bool, title: str) -> Iterator[Callable[[str, float], N
         task = bar.add_task(title, total=1.0)
 
         def report(stage: str, part: float) -> None:
-            """Show a stage; until its first fraction is known, the bar only moves."""
             description = escape_control_chars(f"{title} {stage}", keep="")
             bar.update(task, completed=part, total=1.0 if part else None, description=description)
 

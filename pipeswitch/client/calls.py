@@ -135,7 +135,6 @@ class Calls:
         return StreamLink.open(self.address, hello_id, may_share=self._may_share)
 
     def _due(self, at_s: float) -> None:
-        """Schedule ``_poll`` for this time of the monotonic clock."""
         self._poll_at_s = at_s
 
     # ---- one call ------------------------------------------------------------------------------

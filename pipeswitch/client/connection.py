@@ -239,7 +239,6 @@ class Connection(Calls):
 
     @property
     def _is_idle(self) -> bool:
-        """Return True if there is nothing to send, and no reply or server to wait for."""
         return self._poll_at_s == math.inf and not self._calls and not self._posts
 
     def _turn(self) -> None:

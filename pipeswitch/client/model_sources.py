@@ -306,5 +306,4 @@ def declared(inputs: Inputs | None, *, nests: bool = True) -> tuple[Tree, dict[s
 
 
 def _is_declared(value: Any) -> bool:
-    """Return True if the value is a ``(shape, dtype)`` pair."""
     return isinstance(value, list | tuple) and len(value) == 2 and isinstance(value[1], str)

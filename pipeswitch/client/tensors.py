@@ -205,7 +205,6 @@ def _as_bytes(name: str, value: Any) -> tuple[str, tuple[int, ...], memoryview]:
 
 @functools.lru_cache(64)
 def _dtype_name(dtype: Any) -> str:
-    """Return a dtype's name, cached because numpy computes it at each call."""
     return str(dtype.name)
 
 

@@ -130,12 +130,8 @@ class Builds:
         self._helpers[wrapper.kind].check(_builder(command), wrapper, checked)
 
     def preparation(self, names: Sequence[ModelName], total: int) -> str:
-        """Return what a start waits for: ``building 2 of 5: resnet50 (pack, 12 s)``.
-
-        Args:
-            names: the models that are not ready, in the order in which they are prepared.
-            total: how many there were at first.
-        """
+        """Return what a start waits for, such as ``building 2 of 5: resnet50 (pack, 12 s)``, while
+        the models ``names`` of ``total`` are not ready."""
         name = next((one for one in names if one in self._under_way), names[0])
         count = f"{total - len(names) + 1} of {total}: {name}"
         if name not in self._under_way:

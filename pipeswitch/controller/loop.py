@@ -44,7 +44,7 @@ class Loop:
         self._scheduler, self._effects = server.scheduler, server.effects
         self._is_announced = False
         self._extend_at_s = self._tell_at_s = time.monotonic() + TELL_EVERY_S
-        self._progress = ""  # what the start did when it was reported last
+        self._progress = ""  # the last report of the start
         self._notifier = Notifier(os.environ)
         self._freed = FreedMemory()
         self._numbers = itertools.count(1)

@@ -17,10 +17,11 @@ from typing import Final
 
 from ..base import failpoints
 from ..base.config import Config
-from ..base.errors import ConfigError, PipeSwitchError
+from ..base.errors import ConfigError, InvalidInput, PipeSwitchError
 from ..base.machine import available_bytes
+from ..base.model_options import ModelConfig
 from ..base.plain_files import open_plain
-from ..base.units import LogFile, PrintableFormatter
+from ..base.units import LogFile, PrintableFormatter, nearest
 from ..devices.registry import choose_devices
 from ..frontend.transport.listeners import Listeners, check_access
 from ..ipc.channel import name_event
@@ -86,7 +87,9 @@ def serve(config: Config) -> int:
 
 
 def _unusable(root: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"state directory {error.filename or root}: {error.strerror}")
+    is_file = isinstance(error, FileExistsError | NotADirectoryError)
+    why = "it is a file, not a folder" if is_file else error.strerror
+    return ConfigError(f"state directory {error.filename or root}: {why}")
 
 
 def check(config: Config) -> None:
@@ -101,7 +104,11 @@ def check(config: Config) -> None:
         ("", lambda: check_access(config.server, host)),
         ("", lambda: check_doors(config.gateway)),
     ]
-    looks += [(f"[[model]] {m.name}: ", partial(configured, Token(-1), m)) for m in config.models]
+    free, choose = available_bytes(), partial(choose_devices, config.device, workers=1)
+    looks.append(("[device] ", partial(choose, available_bytes=free)))
+    for model in config.models:
+        own = partial(configured, Token(-1), model), partial(_check_source, model)
+        looks += [(f"[[model]] {model.name}: ", look) for look in own]
     for name, look in looks:
         try:
             look()
@@ -109,6 +116,21 @@ def check(config: Config) -> None:
             problems.append(f"{name}{error}")
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _check_source(model: ModelConfig) -> None:
+    """Refuse a source that does not exist, as far as that is known without a build."""
+    kind, _, name = model.source.partition(":")
+    path = Path(name.partition("#")[0]).expanduser()
+    if kind == "hf" and name.startswith((".", "/", "~")) and not path.is_dir():
+        raise InvalidInput(f"no folder {name!r}", hint="one with config.json, or a hub's name")
+    if kind == "torchvision":
+        from torchvision.models import list_models
+
+        if name not in (known := list_models()):
+            raise InvalidInput(f"torchvision has no model {name!r}{nearest(name, known)}")
+        if model.generate:
+            raise InvalidInput("generate needs a language model", hint="hf:NAME")
 
 
 def _run(server: Server) -> int:
@@ -157,7 +179,7 @@ def _open_doors(server: Server) -> Listeners:
     settings = listeners.keyed(server.config.server)
     if settings is not None:
         server.gateway.serve_keyed(Keyed(listeners.tcp.sock, settings))
-    server.frontend.owner_facts = server.gateway.facts
+    server.frontend.owner_facts = {**server.gateway.facts, "state_dir": str(server.places.root)}
     for warning in [*listeners.warnings, *server.gateway.warnings]:
         log.warning("%s", warning)
         sys.stderr.write(f"Warning: {warning}\n")

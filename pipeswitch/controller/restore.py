@@ -214,6 +214,7 @@ def configured(token: Token, model: ModelConfig) -> Event:
         PipeSwitchError: a client's registration with these values would be refused too.
     """
     request = msgspec.convert(model, RegisterRequest, from_attributes=True)
-    if model.source.startswith(("torchvision:", "hf:")) and not model.weights:
+    is_usual = model.generate and model.source.startswith("hf:")  # then they are pretrained
+    if model.source.startswith(("torchvision:", "hf:")) and not (model.weights or is_usual):
         raise InvalidInput(f'{model.source} needs weights = "pretrained", "random:SEED" or a file')
     return registration(token, model.name, request)

@@ -120,7 +120,6 @@ class OwnVerbs:
         self._outbox.reply(client, header.id, body=REPLIES.load(header.op)(self._config))
 
     def _refuse_kind(self, _: Session, header: RequestHeader, __: Sequence[Any]) -> None:
-        """Refuse a verb of a kind that no installed extra has."""
         KINDS.load(VERBS[header.op].kind)
 
     def _put(self, client: Session, header: RequestHeader, tensors: Sequence[Any]) -> None:

@@ -257,8 +257,9 @@ def check_entry(entry: str, caller: Principal, rules: Rules) -> str:
     real = os.path.realpath(entry)
     _require_code_right(real, real, caller, rules)
     if not os.path.isabs(entry) or not os.path.isfile(real) or not real.endswith(".py"):
+        what = "a folder, not a script:" if os.path.isdir(real) else "no script"
         raise InvalidInput(
-            f"no script {entry!r} on the server's machine",
+            f"{what} {entry!r} on the server's machine",
             hint="give the absolute path of a .py file, or package.module:function",
         )
     return real

@@ -136,7 +136,9 @@ def registration(
     source = check_origin(request, principal, rules)
     names = (*BuildOptions.__struct_fields__, "takes")
     fields = {name: getattr(request, name) for name in names}
-    fields |= {"source": source.source, "weights": source.weights, "example": source.example}
+    usual = "pretrained" if request.generate and source.source.startswith("hf:") else ""
+    weights = source.weights or usual  # as ``pipeswitch run`` takes them
+    fields |= {"source": source.source, "weights": weights, "example": source.example}
     if not (request.as_version or request.like):  # else they are those of the registered model
         fields["max_batch"] = fields["max_batch"] or (
             DEFAULT_SEQUENCES if request.generate else DEFAULT_MAX_BATCH

@@ -28,12 +28,12 @@ def default_address(environ: Mapping[str, str]) -> str:
 
     1. ``PIPESWITCH_HOST``, completed by ``full_address``;
     2. the owner's ipc socket of the default port, if a server listens on it;
-    3. the owner's ipc socket on which a server listens, if there is exactly one;
+    3. the owner's only ipc socket on which a server listens;
     4. ``tcp://127.0.0.1:5555``.
 
     Raises:
-        ConfigError: ``PIPESWITCH_HOST`` is not an address; or the folder of the sockets belongs to
-            another user or is open to others, who could listen there.
+        ConfigError: ``PIPESWITCH_HOST`` is not an address; several servers run; or the folder of
+            the sockets belongs to another user or is open to others, who could listen there.
     """
     named = environ.get("PIPESWITCH_HOST", "").strip()
     if named:
@@ -45,7 +45,10 @@ def default_address(environ: Mapping[str, str]) -> str:
     if is_live(directory / f"{port}.sock"):
         return f"ipc://{directory / f'{port}.sock'}"
     live = [path for path in sorted(directory.glob("*.sock")) if is_live(path)]
-    return f"ipc://{live[0]}" if len(live) == 1 else DEFAULT_LISTEN
+    if len(live) > 1:
+        text = f"{len(live)} servers run here: {', '.join(f'ipc://{path}' for path in live)}"
+        raise ConfigError(text, hint="choose one: --host ADDRESS, or PIPESWITCH_HOST")
+    return f"ipc://{live[0]}" if live else DEFAULT_LISTEN
 
 
 def full_address(named: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -29,7 +30,7 @@ from pipeswitch.base.model_options import parse_input
 from pipeswitch.base.quantiles import percentile
 from pipeswitch.cli import common, views
 from pipeswitch.cli import infer as cli_infer
-from pipeswitch.cli.main import main
+from pipeswitch.cli.main import GROUPS, main
 from pipeswitch.client.client import job_name
 from pipeswitch.client.connection import Connection
 from pipeswitch.client.tensors import Signature
@@ -251,6 +252,70 @@ def test_flags_reach_the_server_as_settings(monkeypatch: pytest.MonkeyPatch) -> 
     assert config.device.arena.fraction == 0.5
     assert config.host.store.size_bytes == 1 << 30
     assert config.workers.standby == 1
+
+
+def test_an_address_to_listen_at_needs_no_scheme_and_a_wrong_flag_leads_to_the_help(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[Config] = []
+    monkeypatch.setattr("pipeswitch.cli.server.part", lambda module, name: started.append)
+    run("serve", "--listen", "0.0.0.0:6000")
+    assert started[0].server.listen == "tcp://0.0.0.0:6000"
+    status, text, error = run("serve", "--standby", "many")
+    assert (status, "serve --help" in text + error) == (2, True)
+
+
+def test_each_command_is_in_one_group_of_the_help() -> None:
+    text = run("--help")[1]
+    own = {line.split()[0] for line in text.splitlines() if re.match("  [a-z]", line)}
+    grouped = [name for names in GROUPS.values() for name in names.split()]
+    assert own >= {*main.list_commands(click.Context(main))} >= {*grouped}
+    assert len(grouped) == len({*grouped})
+
+
+MODEL = '[[model]]\nname = "m"\nsource = "{}"\nweights = "random:0"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (MODEL.format("torchvision:resnet5"), 'did you mean "resnet50"'),
+        (MODEL.format("hf:/nope"), "no folder '/nope'"),
+        (MODEL.format("torchvision:resnet18") + "generate = true\n", "needs a language model"),
+        ('[device]\nname = "cuda:7"\n', "[device]"),
+        ("[device]\narena = 5\n", "write 5GiB or 5MiB"),
+        ('[host]\nstore = "4096"\n', "write 4096GiB"),
+    ],
+)
+def test_config_check_finds_what_is_known_without_a_build(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    path = tmp_path / "pipeswitch.toml"
+    path.write_text(text)
+    status, output, error = run("config", "check", str(path))
+    assert (status, words in output + error) == (2, True), output + error
+    path.write_text('[device]\nname = "cpu"\narena = "5MiB"\n')
+    assert run("config", "check", str(path))[0] == 0
+
+
+def test_of_two_servers_one_has_to_be_chosen(tmp_path: Path) -> None:
+    folder = tmp_path / "pipeswitch"
+    folder.mkdir(mode=0o700)
+    with contextlib.ExitStack() as stack:
+        for name in ("a", "b"):
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+            sock.bind(str(folder / f"{name}.sock"))
+            sock.listen()
+        with pytest.raises(ConfigError, match=r"2 servers run here: ipc:.*a\.sock, ipc:.*b\.sock"):
+            default_address({"XDG_RUNTIME_DIR": str(tmp_path)})
+
+
+def test_a_backup_is_that_of_the_server_that_is_addressed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answering(monkeypatch, about=lambda: {"state_dir": str(tmp_path / "theirs")})
+    text = "".join(run("--host", "gpu1", "backup", str(tmp_path / "copy"))[1:])
+    assert f"{tmp_path / 'theirs'} has no state" in text
 
 
 class NobodysServer:

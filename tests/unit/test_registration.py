@@ -287,3 +287,5 @@ def test_a_language_model_may_be_registered_when_the_server_starts() -> None:
     event = configured(Token(1), model)
     assert event.is_pinned
     assert msgspec.msgpack.decode(event.spec, type=BuildSpec).generate
+    without = configured(Token(1), ModelConfig(name="m", source="hf:gpt2", generate=True))
+    assert msgspec.msgpack.decode(without.spec, type=BuildSpec).weights == "pretrained"

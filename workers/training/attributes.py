@@ -185,7 +185,6 @@ def _items(owner: Any) -> dict[str, Any]:
 
 
 def _numbers_of(owner: Any) -> dict[str, Any]:
-    """Return an object's numbers and texts, without private ones and a module's ``training``."""
     pairs = [(name, one) for name, one in vars(owner).items() if name[0] != "_"]
     return {name: one for name, one in pairs if type(one) in NUMBERS and name != "training"}
 
@@ -203,6 +202,5 @@ def _assigned_by_library(owner: Any) -> set[str]:
 
 
 def _overrides(callback: Any, method: str) -> bool:
-    """Return True if a class other than the library's base class defines the method."""
     kinds = (kind for kind in type(callback).__mro__ if method in vars(kind))
     return any(not kind.__module__.endswith(".callback") for kind in kinds)

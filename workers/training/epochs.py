@@ -214,7 +214,6 @@ def _named(
 
 
 def _parts(one: Any) -> dict[Any, Any]:
-    """Return the parts of a dict or list, which may exist only in the call of ``job.steps``."""
     parts = one if type(one) is dict else dict(enumerate(one)) if type(one) is list else {}
     return {} if len(parts) > MAX_PARTS else parts
 

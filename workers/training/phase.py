@@ -256,7 +256,6 @@ class Phase:
         return self._sum_now(), self.committer.state_marks()
 
     def _is_intact(self, point: Point) -> bool:
-        """Return True if the point can still be committed exactly."""
         is_intact = self.committer.is_intact(point)
         return is_intact and (self._at_end is None or self._at_end == self._now())
 

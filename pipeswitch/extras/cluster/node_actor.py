@@ -277,7 +277,6 @@ class NodeActor(NodeJobs):
 
 
 def _program(row: Mapping[str, Any]) -> str:
-    """Return a program's id, which is the same on all nodes; its digest depends on the machine."""
     return str(row.get("program", row["digest"]))
 
 

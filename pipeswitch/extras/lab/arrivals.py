@@ -164,8 +164,7 @@ def _counts(words: Iterable[str], number: int) -> list[int]:
 
 
 def _instant(word: str, number: int) -> datetime:
-    """Parse a time whose seconds may have seven decimals; ``datetime`` takes only six."""
     try:
-        return datetime.fromisoformat(word.strip()[:26])
+        return datetime.fromisoformat(word.strip()[:26])  # of seven decimals it takes only six
     except ValueError:
         raise TraceError(f"line {number}: {word[:40]!r} is not a time") from None

@@ -310,7 +310,6 @@ class Measurement:
 
 
 def _round(value: float) -> float:
-    """Round to a tenth of a microsecond, which is finer than the clocks' resolution."""
     return round(value, 4)
 
 

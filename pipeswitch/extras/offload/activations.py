@@ -499,7 +499,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _may_be_copied(saved: Saved) -> bool:
-    """Return True if a copy has begun: it may miss the latest write to the tensor."""
     return saved.host is not None or (saved.copy is not None and saved.copy.is_begun)
 
 

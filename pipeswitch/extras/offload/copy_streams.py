@@ -131,7 +131,6 @@ class CopyStreams:
 
     @property
     def _is_quiet(self) -> bool:
-        """True if all copies under way pause."""
         return bool(self._aside) and len(self._aside) == self._under_way
 
     # -- a lane's thread -------------------------------------------------------------------------

@@ -210,7 +210,6 @@ class ChatFormat(AnswerFormat):
     finish: Callable[[], Iterable[Fields]]
 
     def __init__(self, request: Any, prompts: Sequence[Any], n: int) -> None:
-        """Prepare the format of an answer to a ``completions.CompletionRequest``."""
         form, self.request = request.form, request
         self._reader = CallReader(form) if form.names else None
         self._has_begun, self.blocks = False, list[Block]()

@@ -199,6 +199,5 @@ def _needs_more(spec: BuildSpec) -> bool:
 
 
 def _lacks_package(files: Iterable[str]) -> bool:
-    """Return True if all files are SentencePiece's and its library is not installed."""
     is_piece = all(file.endswith(".model") for file in files)
     return is_piece and importlib.util.find_spec("sentencepiece") is None

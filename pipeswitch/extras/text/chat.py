@@ -139,7 +139,11 @@ def options(command: Any) -> Any:
             "--system", default="", metavar="TEXT", help="First system message of the chat."
         ),
         click.option("--temperature", type=float, help="0: always choose the most likely token."),
-        click.option("--max-tokens", type=int, help="Maximum number of tokens of an answer."),
+        click.option(
+            *("--max-tokens", "--max-new-tokens", "max_tokens"),
+            type=int,
+            help="Maximum number of tokens of an answer.",
+        ),
         common.http_option,
         common.token_option,
     ):
@@ -196,7 +200,12 @@ def run(source: str, prompt: str, name: str, **fields: Any) -> None:
 @click.command()
 @click.argument("name")
 @click.argument("prompt", default="-")
-@click.option("--max-new-tokens", default=128, show_default=True, help="Maximum new tokens.")
+@click.option(
+    *("--max-tokens", "--max-new-tokens", "max_new_tokens"),
+    default=128,
+    show_default=True,
+    help="Maximum new tokens.",
+)
 @click.option("--temperature", default=0.0, show_default=True, help="0: the most likely token.")
 @click.option("--top-p", default=1.0, show_default=True, help="Total probability to sample from.")
 @click.option("--seed", default=0, show_default=True, help="The same seed gives the same tokens.")

@@ -347,6 +347,5 @@ def _of(pending: Pending) -> Generation:
 
 
 def _began(one: Pending) -> tuple[float, int]:
-    """Return the sort key of a waiting generation; those without a cache come last."""
     generation = _of(one)
     return (math.inf if generation.cache is None else generation.number), one.token

@@ -388,7 +388,6 @@ def framed(data: bytes) -> bytes:
 
 
 def _frame(source: BinaryIO) -> bytes:
-    """Read one frame; empty: the gateway is gone."""
     head = source.read(LENGTH_BYTES)
     return source.read(int.from_bytes(head, "big")) if len(head) == LENGTH_BYTES else b""
 

@@ -65,7 +65,6 @@ class ConnectionLimits:
         self.hung_up: Counter[str] = Counter()  # connections that we hung up, by cause
 
     def __len__(self) -> int:
-        """Return the number of connections, including those that are ending."""
         return len(self._connections)
 
     def add(self, one: LimitedConnection, now_s: float) -> None:

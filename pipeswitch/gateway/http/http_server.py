@@ -567,7 +567,6 @@ def _inflated(data: Any, most: int) -> bytes:
 
 
 def _chunk(piece: bytes) -> bytes:
-    """Frame a piece of a body as an HTTP/1.1 chunk; an empty piece is the end."""
     return b"%x\r\n%b\r\n" % (len(piece), piece)
 
 
@@ -587,7 +586,6 @@ def _head_of(
 
 
 def _bytes_of(answer: Response, *, is_kept: bool, has_body: bool = True) -> bytes:
-    """Return all bytes of a short answer."""
     head = _head_of(answer, sum(map(len, answer.parts)), is_kept=is_kept)
     return b"".join([head, *answer.parts]) if has_body else head
 

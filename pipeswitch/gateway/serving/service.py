@@ -371,7 +371,6 @@ class Service:
 
 
 def _named(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
-    """Return (name, version) of each model and each alias, which are counted separately."""
     return [
         (name, row["version"]) for row in rows for name in (row["name"], *row.get("aliases", ()))
     ]
@@ -400,7 +399,6 @@ def number_of(model: str, version: str) -> int:
 
 
 def _built(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row; raise ServerUnavailable if its signature is not known yet."""
     if not row["inputs"] and row["state"] != READY:
         raise _unready(row)
     return row

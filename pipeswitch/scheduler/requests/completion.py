@@ -333,7 +333,6 @@ def batch_of(manifest: Manifest, inputs: tuple[SlabTensor, ...]) -> int:
 
 
 def _chosen(message: InferenceDone, number: int) -> dict[str, Any]:
-    """Return the tokens that a run chose for one of its requests, and their log probabilities."""
     chances = {"logprobs": message.chances[number]} if message.chances else {}
     return {"tokens": list(message.tokens[number]), **chances}
 

@@ -316,7 +316,6 @@ class Dispatch:
         return self._core.now_ms < at_ms
 
     def _wake_at(self, at_ms: float) -> None:
-        """Schedule the next call, unless an earlier one is scheduled."""
         if self._core.now_ms < at_ms < self._core.wakeups.first_ms(DUE):
             self._core.wake_at(at_ms, DUE)
 

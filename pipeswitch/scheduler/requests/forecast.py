@@ -261,7 +261,6 @@ def deadline_error(device: DeviceState, request: Request) -> DeadlineExceeded:
 
 
 def _is_asked(device: DeviceState, request: Request) -> bool:
-    """Return True if the request's end is predicted for admission."""
     is_on = device.settings.admission != "off"
     return is_on and request.origin.deadline_at_ms is not None and not request.forecast.is_probe
 

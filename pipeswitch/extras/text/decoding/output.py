@@ -145,6 +145,5 @@ class OutputProcessor:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of ``text`` with which ``stop`` begins."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
