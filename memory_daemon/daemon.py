@@ -25,7 +25,7 @@ from pipeswitch.ipc.messages.base import Exit, Message, OpId, Ping, Pong
 
 from .commit_areas import CommitAreas
 from .slice_images import SliceImages
-from .store import UnusableModel, load_model
+from .store import Part, UnusableModel, load_model
 from .transmit import TransmitGuard
 
 log = logging.getLogger(__name__)
@@ -146,8 +146,13 @@ class MemoryDaemon:
             if reader is not None:
                 raise UnusableModel(f"operation {reader} is being transmitted from that place")
             image = self._device.store_view(order.store_offset_bytes, order.size_bytes)
+            own = range(order.store_offset_bytes, order.store_offset_bytes + order.size_bytes)
+            parts = [
+                Part(at, self._device.store_view(source, size), source not in own)
+                for source, at, size in order.image
+            ]
             reach("daemon.store.read")
-            load_model(Path(order.directory), image)
+            load_model(Path(order.directory), image, parts)
             reach("daemon.store.done")
         except (UnusableModel, RemoteProtocolError, OSError) as error:
             log.warning("model=%s store=failed cause=%s", order.model, error)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.base.plain_files import open_plain
@@ -28,8 +30,18 @@ class UnusableModel(Exception):
     """Error for a directory without a complete, undamaged program; its text says what is wrong."""
 
 
-def load_model(directory: Path, image: memoryview) -> Manifest:
+class Part(NamedTuple):
+    """Range of a model in the store; tensors lie in one part each."""
+
+    offset_bytes: int  # from the start of the model's region
+    view: memoryview
+    is_shared: bool = False  # another model's bytes: compared, not written
+
+
+def load_model(directory: Path, image: memoryview, parts: Sequence[Part] = ()) -> Manifest:
     """Fill ``image`` (the model's range of the store) from ``directory``. Blocks.
+
+    ``parts``: where the model lies, if other models have some of its bytes.
 
     Raises:
         UnusableModel: the program is damaged, incomplete or larger than ``image``. The image may
@@ -44,22 +56,29 @@ def load_model(directory: Path, image: memoryview) -> Manifest:
             read_bundle(directory / file_name, manifest.head_sha256, is_derived=is_derived)
     except RegistrationRefused as error:
         raise UnusableModel(error.message) from None
-    if manifest.total_bytes > len(image):
-        raise UnusableModel(f"{manifest.total_bytes} bytes do not fit in a place of {len(image)}")
+    parts = parts or (Part(0, image),)
+    size_bytes = parts[-1].offset_bytes + len(parts[-1].view)
+    if manifest.total_bytes > size_bytes:
+        raise UnusableModel(f"{manifest.total_bytes} bytes do not fit in a place of {size_bytes}")
     try:
         descriptor = open_plain(directory / file_name, os.O_RDONLY)
     except OSError as error:
         raise UnusableModel(f"{file_name}: {error.strerror}") from None
     try:
-        position = 0
-        for tensor in manifest.tensors:
-            _zero(image[position : tensor.offset_bytes])
-            position = tensor.offset_bytes + tensor.size_bytes
-            _read(descriptor, file_name, tensor, image[tensor.offset_bytes : position])
-            if tensor.digest:
-                place = f"{file_name}, {tensor.name!r}"
-                _check(place, image[tensor.offset_bytes : position], tensor.digest)
-        _zero(image[position:])
+        left = deque(manifest.tensors)
+        for first, view, is_shared in parts:
+            position = 0
+            while left and (start := left[0].offset_bytes - first) < len(view):
+                tensor = left.popleft()
+                target = view[start : start + tensor.size_bytes]
+                if not is_shared:
+                    _zero(view[position:start])
+                    _read(descriptor, file_name, tensor, target)
+                if tensor.digest:
+                    _check(f"{file_name}, {tensor.name!r}", target, tensor.digest)
+                position = start + tensor.size_bytes
+            if not is_shared:
+                _zero(view[position:])
     finally:
         os.close(descriptor)
     if not all(tensor.digest for tensor in manifest.tensors):  # built by an earlier release

@@ -131,8 +131,7 @@ class BuildOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     adapter: Annotated[
         Text,
         option(
-            "with hf: and at the owner's socket: folder of an adapter of peft (LoRA), which is "
-            "merged into the weights",
+            "folder of an adapter of peft (LoRA), merged into the weights of hf: (owner's socket)",
             metavar="FOLDER",
         ),
     ] = ""
@@ -231,7 +230,7 @@ class ModelOptions(BuildOptions, frozen=True, kw_only=True):
     like: Annotated[
         Text,
         option(
-            "instead of a source: a registered model; weights (a file) are the only difference",
+            "instead of a source: a registered model; only weights (a file) or adapter differ",
             metavar="NAME",
         ),
     ] = ""

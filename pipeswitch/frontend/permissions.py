@@ -100,18 +100,6 @@ def check_source(
     )
 
 
-def check_adapter(folder: str, caller: Principal) -> list[str]:
-    """Return the files of an adapter, which only the server's owner may name by its folder."""
-    if folder and not caller.is_owner:
-        raise PermissionDenied(
-            "an adapter is a folder of the server's machine",
-            hint="merge it (peft's merge_and_unload()), then upload the weights",
-        )
-    if folder and not (os.path.isabs(folder) and os.path.isdir(folder)):
-        raise InvalidInput(f"no folder {folder!r}", hint="--adapter FOLDER, an absolute path")
-    return _files_of(folder) if folder else []
-
-
 # Files of a model's folder that a build reads; logs and checkpoints beside them do not count.
 _READ: Final = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "*/config.json")
 

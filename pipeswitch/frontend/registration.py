@@ -25,10 +25,12 @@ from ..programs.interface.pytree import check_takes
 from ..programs.spec import DEFAULT_MAX_BATCH, DEFAULT_SEQUENCES, BuildSpec, wrapper_of
 from ..scheduler.state.events import RegisterModelRequest, Token, VersionRequest
 from .intake.validation import check_name, priority_number
-from .permissions import CheckedSource, Rules, check_adapter, check_function, check_source
+from .permissions import CheckedSource, Rules, check_function, check_source
 
 OF_A_VERSION: Final = {"as_version", "weights", "precision", "max_error"}
-OF_A_VARIANT: Final = {"like", *OF_A_VERSION, "aliases", "priority", "pin"} - {"as_version"}
+OF_A_VARIANT: Final = {
+    *("like", "weights", "adapter", "precision", "max_error", "aliases", "priority", "pin")
+}
 NO_RULES: Final = Rules()  # no code and no uploads: the owner needs no permission
 
 
@@ -41,7 +43,8 @@ def check(request: RegisterRequest) -> None:
     for alias in request.aliases:
         check_name(alias, "alias")
     priority_number(request.priority, default=1)
-    has_file = request.weights.startswith("put:") or request.weights.endswith(".safetensors")
+    is_file = request.weights.startswith("put:") or request.weights.endswith(".safetensors")
+    has_file = is_file or bool(request.adapter)
     allowed = OF_A_VARIANT if request.like else OF_A_VERSION
     others = ", ".join(sorted(request.body().keys() - allowed))
     if (request.as_version or request.like) and (others or not has_file):
@@ -52,11 +55,6 @@ def check(request: RegisterRequest) -> None:
             + (what if request.weights else "--weights FILE is missing"),
             hint="pipeswitch register NAME --weights FILE "
             + ("--like OTHER" if request.like else "--as-version"),
-        )
-    if request.adapter and not request.source.startswith("hf:"):
-        raise InvalidInput(
-            "an adapter is for a source hf:NAME",
-            hint="merge it, then give the weights: peft's merge_and_unload()",
         )
     if request.precision not in ("", *PRECISIONS):
         raise InvalidInput(
@@ -96,8 +94,9 @@ def check_origin(request: RegisterRequest, caller: Principal, rules: Rules) -> C
     if not (request.source or request.as_version or request.like):
         raise InvalidInput("a registration needs a source", hint="pipeswitch register NAME SOURCE")
     source = check_source(request.source, request.weights, request.example, caller, rules)
-    adapter = check_adapter(request.adapter, caller)
-    source = replace(source, owner_files=(*source.owner_files, *adapter))
+    if request.adapter:  # the owner's folder, as that of a model is
+        adapter = check_source(f"hf:{request.adapter}", "", "", caller, rules)
+        source = replace(source, owner_files=source.owner_files + adapter.owner_files)
     check_function("preprocess", request.preprocess, request.raw, caller, rules)
     check_function("postprocess", request.postprocess, request.returns, caller, rules)
     require_roles(request, caller, is_code=source.is_code)

@@ -43,7 +43,7 @@ class BuildSpec(BuildOptions, frozen=True, kw_only=True):
     name: str
     max_batch: int = DEFAULT_MAX_BATCH
     precision: str = "exact"
-    program: str = ""  # bundle of the source with another adapter; empty: the source is exported
+    origin: str = ""  # with an adapter and a bundle: the source whose weights get the adapter
     part: str = ""  # part of the job in ``weights``; empty: the only part that fits
     takes: Tree = None  # tree of the arguments; None: each input is an argument
     example: str = ""  # a .safetensors file with values of the inputs; empty: random values
@@ -56,13 +56,7 @@ def files_of(spec: bytes) -> list[Path]:
     decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
     return [
         Path(text)
-        for text in (
-            decoded.source,
-            decoded.weights,
-            decoded.example,
-            decoded.adapter,
-            decoded.program,
-        )
+        for text in (decoded.source, decoded.weights, decoded.example, decoded.adapter)
         if os.path.isabs(text)
     ]
 
@@ -85,7 +79,7 @@ def wrapper_of(spec: BuildSpec) -> Wrapper | None:
 def needs_more(spec: bytes) -> bool:
     """Return True if the build cannot be confined: it runs a factory, or downloads weights."""
     decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
-    is_data = decoded.source.endswith(".bundle")
+    is_data = decoded.source.endswith(".bundle") and not decoded.adapter
     is_named = decoded.source.startswith(("torchvision:", "hf:"))
     return not is_data and (not is_named or decoded.weights == "pretrained")
 
@@ -248,5 +242,5 @@ def rebuild_spec(spec: bytes, folder: Path) -> bytes:
     The original source may no longer exist: uploads are deleted.
     """
     unpacked = msgspec.msgpack.decode(spec, type=BuildSpec)
-    own = {"source": str(folder / BUNDLE_FILE), "weights": "", "adapter": "", "program": ""}
+    own = {"source": str(folder / BUNDLE_FILE), "weights": "", "adapter": ""}
     return msgspec.msgpack.encode(msgspec.structs.replace(unpacked, **own))

@@ -255,6 +255,7 @@ class Introspection:
                 "is_batch_invariant": _is_batch_invariant(manifest),
             }
             row |= {"embeds": True} if "embedding" in manifest.extra else {}
+            row |= self._machine.store.sharing(model)
         streams = self._machine.stream_of(model)
         if streams is not None:
             row |= {"streams": streams, "notes": [*row["notes"], streams["text"]]}

@@ -331,7 +331,9 @@ class World(simulator.World):
         open_areas = [daemon.areas for daemon in self.daemons.values() if daemon is not None]
         require(not any(open_areas), f"commit areas of jobs that are over: {open_areas}")
         for region in machine.store.regions:
-            require(region.owner.name in machine.models, f"leaked {region} in the store")
+            is_used = region.owner.kind == "shared" and bool(machine.models)
+            is_used |= region.owner.name in machine.models
+            require(is_used, f"leaked {region} in the store")
         for device in machine.devices:
             state = device.state
             for region in device.arena.regions:

@@ -51,10 +51,13 @@ def test_it_takes_the_program_and_the_options_but_not_the_weights() -> None:
     }
 
 
-def test_it_may_have_another_precision() -> None:
+def test_it_may_have_another_precision_and_an_adapter_takes_the_first_source() -> None:
     world = registered()
-    like(world, spec=spec(weights="f", precision="bf16", max_error=0.0))
-    assert (begun(world)["precision"], begun(world)["max_error"]) == ("bf16", 0.0)
+    own = spec(weights="", adapter="lora", precision="bf16", max_error=0.0)
+    like(world, spec=own)
+    build = begun(world)
+    assert (build["precision"], build["max_error"]) == ("bf16", 0.0)
+    assert (build["weights"], build["adapter"], build["origin"]) == ("w", "lora", "hf:x")
 
 
 def test_it_waits_for_the_others_program() -> None:

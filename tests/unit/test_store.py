@@ -12,7 +12,7 @@ import pytest
 from pipeswitch.base.errors import RemoteProtocolError
 from pipeswitch.ipc.messages.base import ModelName, OpId
 from pipeswitch.ipc.messages.daemon import CopyPart, GroupCopy, TransmitModel
-from pipeswitch.memory_daemon.store import UnusableModel, load_model
+from pipeswitch.memory_daemon.store import Part, UnusableModel, load_model
 from pipeswitch.memory_daemon.transmit import TransmitGuard
 from pipeswitch.programs.interface.layout import Manifest, TensorSpec
 from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, WEIGHTS_FILE, save_manifest
@@ -345,3 +345,30 @@ def test_accepted_spans_stay_disjoint_and_few(guard: TransmitGuard) -> None:
             guard.end(OpId(claimed))
             newest[first : first + count] = [claimed] * count
     assert len(guard._accepted) <= 128
+
+
+def shared(tensors: tuple[TensorSpec, ...] = TENSORS) -> Manifest:
+    parts = [IMAGE[t.offset_bytes : t.offset_bytes + t.size_bytes] for t in tensors]
+    digests = [hashlib.sha256(part).hexdigest() for part in parts]
+    own = [msgspec.structs.replace(t, digest=d) for t, d in zip(tensors, digests, strict=True)]
+    return manifest(tensors=tuple(own))
+
+
+@pytest.mark.parametrize("damage", [None, 3, 1600])
+def test_a_variants_shared_bytes_are_compared_and_not_written(
+    tmp_path: Path, damage: int | None
+) -> None:
+    other, own = bytearray(IMAGE), poisoned(1024)
+    other[512:1536] = poisoned(1024)  # b is another one there
+    if damage is not None:
+        other[damage] ^= 1
+    before, view = bytes(other), memoryview(other)
+    parts = Part(0, view[:512], True), Part(512, memoryview(own)), Part(1536, view[1536:], True)
+    write_model(tmp_path, shared())
+    if damage is None:
+        load_model(tmp_path, memoryview(own), parts)
+        assert own == IMAGE[512:1536]
+    else:
+        with pytest.raises(UnusableModel, match="is corrupt"):
+            load_model(tmp_path, memoryview(own), parts)
+    assert other == before

@@ -47,7 +47,13 @@ class Variants(Rig):
         """Send a request for a model that is not on the device; return its groups' parts."""
         self.infer(name)
         [order] = self.sent(TransmitModel)
-        return [group.parts for group in order.groups]
+        return self.parts(order)
+
+    def parts(self, order: TransmitModel) -> list[tuple[CopyPart, ...] | None]:
+        """Return the parts of each group; None: all of it, from wherever the store has it."""
+        is_shared = bool(self.state.replicas[order.model].model.image)
+        is_whole = is_shared and all(one.copied_bytes == one.size_bytes for one in order.groups)
+        return [None if is_whole else one.parts for one in order.groups]
 
     def served(self, name: str) -> list[tuple[CopyPart, ...] | None]:
         parts = self.copied(name)
@@ -55,8 +61,11 @@ class Variants(Rig):
         self.done()
         return parts
 
-    def place(self, name: str) -> int:
-        return self.state.replicas[name].model.store_offset_bytes
+    def at(self, name: str, offset: int) -> int:
+        """Return where the host store has a byte of a model."""
+        pieces = self.state.replicas[name].model.pieces
+        [found] = [s + offset - at for s, at, size in pieces if at <= offset < at + size]
+        return found
 
 
 @pytest.fixture
@@ -66,16 +75,15 @@ def rig() -> Variants:
 
 def test_a_variant_takes_an_idle_ones_place_and_only_what_differs_is_copied(rig: Variants) -> None:
     assert rig.served("a") == [None, None]
-    at = rig.place("b") + 3 * LAYER
+    at = rig.at("b", 3 * LAYER)
     assert rig.served("b") == [(), (CopyPart(at, LAYER, LAYER),)]
     replica = rig.state.replicas["b"]
     assert (replica.resident_bytes, replica.transfer.share) == (3 * LAYER, 0.25)
     assert "b takes its place" in rig.state.replicas["a"].residency.story[-1]
-    at = rig.place("c")
-    both = CopyPart(at, 0, LAYER), CopyPart(at + 3 * LAYER, LAYER, LAYER)
+    both = CopyPart(rig.at("c", 0), 0, LAYER), CopyPart(rig.at("c", 3 * LAYER), LAYER, LAYER)
     assert rig.served("c") == [both[:1], both[1:]]
     assert rig.served("all") == [
-        (CopyPart(rig.place("all") + 2 * LAYER * index, 0, 2 * LAYER),) for index in (0, 1)
+        (CopyPart(rig.at("all", 2 * LAYER * index), 0, 2 * LAYER),) for index in (0, 1)
     ]
 
 
@@ -108,7 +116,7 @@ def test_models_of_other_tenants_and_earlier_releases_share_nothing(
 
 def test_a_tenants_models_share_among_themselves(rig: Variants) -> None:
     rig.served("ada.d")
-    at = rig.place("ada.e") + 2 * LAYER
+    at = rig.at("ada.e", 2 * LAYER)
     assert rig.served("ada.e") == [(), (CopyPart(at, 0, 2 * LAYER),)]
 
 
@@ -135,7 +143,7 @@ def test_after_a_copy_that_broke_off_the_place_is_nobodys(rig: Variants, ends: s
         rig.worker_exits(slot)
     rig.worker_restarts(slot)
     *_, again = rig.orders
-    assert [group.parts for group in again.groups] == [None, None]
+    assert rig.parts(again) == [None, None]
 
 
 def test_predictions_are_in_proportion_to_what_the_copy_brings(rig: Variants) -> None:

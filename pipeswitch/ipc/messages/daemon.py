@@ -27,6 +27,14 @@ class DaemonReady(Message, frozen=True):
     handle: bytes = b""  # cuda: the allocation's IPC handle
 
 
+class CopyPart(NamedTuple):
+    """Range of a group that is copied, or of a model in the host store."""
+
+    store_offset_bytes: int
+    offset_bytes: int  # from the start of the group, or of the model's region
+    size_bytes: int
+
+
 class StoreModel(Message, frozen=True):
     """controller -> memory daemon: load a built program's tensors into the host store."""
 
@@ -35,6 +43,7 @@ class StoreModel(Message, frozen=True):
     directory: str  # has manifest.json and the weights file
     store_offset_bytes: int
     size_bytes: int
+    image: tuple[CopyPart, ...] = ()  # parts outside that place are another model's; empty: none
 
 
 class ModelStored(Message, frozen=True):
@@ -51,14 +60,6 @@ class StoreFailed(Message, frozen=True):
     model: ModelName
     op_id: OpId
     reason: str
-
-
-class CopyPart(NamedTuple):
-    """Range of a group that is copied."""
-
-    store_offset_bytes: int
-    offset_bytes: int  # from the group's start
-    size_bytes: int
 
 
 class GroupCopy(Message, frozen=True):

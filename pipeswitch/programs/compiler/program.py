@@ -137,7 +137,7 @@ def _in_precision(
         why = "module mode has no graph to change"
     if why:
         return stays_exact(manifest, name, why)
-    source = Path(spec.program or spec.source)
+    source = Path(spec.source)
     if name == "fast" and source.name == BUNDLE_FILE:  # the program is built again
         with contextlib.suppress(RegistrationRefused):  # its manifest is missing or damaged
             extra = {PLAIN_CALLS: load_manifest(source.parent).extra.get(PLAIN_CALLS, {})}
@@ -160,13 +160,8 @@ def _in_precision(
 
 
 def _build_bundle(
-    spec: BuildSpec,
-    out_dir: Path,
-    progress: Progress,
-    weights: Mapping[str, Weight] | None = None,
-    loaded: Loaded | None = None,
+    spec: BuildSpec, out_dir: Path, progress: Progress, weights: Mapping[str, Weight] | None = None
 ) -> Manifest:
-    """Build a bundle's program, with ``weights``; compare it with the module ``loaded``."""
     progress("build", 0.0)
     path = out_dir / BUNDLE_FILE
     try:
@@ -181,6 +176,8 @@ def _build_bundle(
             hint="give the model itself, with generate=True",
         )
     unused: list[str] = []
+    if spec.adapter:
+        weights = _merged(msgspec.structs.replace(spec, source=spec.origin))
     if spec.weights and weights is None:
         if not spec.weights.endswith(".safetensors"):
             raise RegistrationRefused(
@@ -190,14 +187,8 @@ def _build_bundle(
         unused = _unused(weights, _write_weights(path, bundle, weights, spec.part))
     elif weights is not None:
         _write_weights(path, bundle, weights, spec.part)
-    shapes, fresh, examples = _shapes_of(spec, bundle.graph), None, list[torch.Tensor]()
-    if loaded is not None:
-        fresh, examples = loaded.fresh, loaded.examples
-        if bundle.settings != loaded.settings_for(bundle.graph):
-            raise RegistrationRefused("program", "the files of its folder have changed")
-    if examples:
-        shapes = [_extents(bundle.graph, examples)]
-    manifest = _finish_graph(bundle, spec, path, fresh, shapes, progress, examples)
+    shapes = _shapes_of(spec, bundle.graph)
+    manifest = _finish_graph(bundle, spec, path, None, shapes, progress)
     notes = [*bundle.notes, *unused, *manifest.extra.get("notes", ())]
     return msgspec.structs.replace(manifest, extra={**manifest.extra, "notes": notes})
 
@@ -215,28 +206,19 @@ def _weights_in(path: Path) -> dict[str, Weight]:
     }
 
 
-def _weights_of(state: Mapping[str, torch.Tensor]) -> dict[str, Weight]:
-    return {
-        f"module.{name}": Weight(
-            dtype_name(one.dtype, name),
-            tuple(one.shape),
-            np.frombuffer(tensor_bytes(one.contiguous()), np.uint8),
-        )
-        for name, one in state.items()
-    }
+def _merged(spec: BuildSpec) -> dict[str, Weight]:
+    """Return the weights of a spec's source with its adapter."""
+    weights = {}
+    for name, one in load_source(spec).module.state_dict().items():
+        values = np.frombuffer(tensor_bytes(one.contiguous()), np.uint8)
+        weights[f"it.{name}"] = Weight(dtype_name(one.dtype, name), tuple(one.shape), values)
+    return weights
 
 
 def _unused(weights: Mapping[str, Weight], used: Collection[str]) -> list[str]:
-    """Return a note on a file's tensors that the program lacks. Another name of a tied weight, and
-    a count that only training uses, are no news."""
-    values = [weights[name].values for name in used]
-    names = [
-        name.removeprefix("file.")
-        for name, one in weights.items()
-        if name not in used
-        and not name.endswith(".num_batches_tracked")
-        and not any(np.array_equal(one.values, other) for other in values)
-    ]
+    """Return a note on a file's tensors that the program lacks, except counts of BatchNorm."""
+    names = [name.removeprefix("file.") for name in weights if name not in used]
+    names = [name for name in names if not name.endswith("num_batches_tracked")]
     return [listed(names)] if names else []
 
 
@@ -279,15 +261,8 @@ def _build_module(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes
     settings = TorchSettings.now()  # as the constructor set them; no call has changed them
     specs = example_specs(loaded.inputs)
     examples = loaded.examples or acceptable_inputs(specs, {}, loaded.outputs)
-    is_factory = not spec.source.startswith(("torchvision:", "hf:"))
-    if spec.program:
-        own = msgspec.structs.replace(spec, source=spec.program, weights="")
-        state = loaded.module.state_dict()
-        with contextlib.suppress(RegistrationRefused):  # the source has changed: it is exported
-            manifest = _build_bundle(own, out_dir, progress, _weights_of(state), loaded)
-            notes = [*loaded.notes, *manifest.extra["notes"]]
-            return msgspec.structs.replace(manifest, extra={**manifest.extra, "notes": notes})
     progress("export", 0.0)
+    is_factory = not spec.source.startswith(("torchvision:", "hf:"))
     try:
         return _export(spec, loaded, examples, out_dir, progress)
     except RegistrationRefused as refusal:
@@ -329,13 +304,18 @@ def _export(
     manifests: list[Manifest] = []
 
     def verify(program: EncodedProgram) -> None:
-        program.settings = loaded.settings_for(program.graph)
-        program.examples = [] if loaded.settings is not None else list(loaded.examples or [])
+        outputs = [one.name for one in program.graph.outputs]
+        settings = loaded.settings
+        program.settings = settings if settings is None or settings.fits(outputs) else None
+        program.examples = [] if settings is not None else list(loaded.examples or [])
         write_program(path, program)
         bundle = read_bundle(path)  # checks that our reader accepts the file
         if program.graph.dims:
             checking.dry_run_ends(program.graph, program.weights)
-        own = _extents(program.graph, examples)
+        own = values_of(
+            (value.shape for value in program.graph.inputs), (value.shape for value in examples)
+        )
+        assert own is not None
         others = checking.shapes_to_try(program.graph.dims, own, program.suspects)
         manifests[:] = [
             _finish_graph(
@@ -366,12 +346,6 @@ def _export(
             "notes": [*loaded.notes, *manifest.extra.get("notes", ()), *program.notes],
         },
     )
-
-
-def _extents(graph: Graph, examples: Sequence[torch.Tensor]) -> dict[str, int]:
-    own = values_of((one.shape for one in graph.inputs), (one.shape for one in examples))
-    assert own is not None
-    return own
 
 
 def _finish_graph(

@@ -20,7 +20,6 @@ from torch import nn
 from ...base.errors import PipeSwitchError, RegistrationRefused
 from ...base.extras import BUILDERS
 from ...commits.weights import load_weights
-from ..graphs.bundle import Graph
 from ..interface.dims import Dim, typical
 from ..interface.layout import ITEM_BYTES, KindSettings, ValueSpec
 from ..interface.matching import match
@@ -126,12 +125,6 @@ class Loaded:
         places, named = split_arguments(self.arguments(inputs), self.keywords())
         return self.module(*places, **named, **without_cache(self.module))
 
-    def settings_for(self, graph: Graph) -> KindSettings | None:
-        """Return the settings of a program with these outputs; None: it is a plain model."""
-        outputs = [one.name for one in graph.outputs]
-        settings = self.settings
-        return settings if settings is None or settings.fits(outputs) else None
-
     def outputs(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the outputs, in order, of the module in its initial state."""
         return self.fresh(inputs)
@@ -149,7 +142,8 @@ def load_source(spec: BuildSpec) -> Loaded:
     with seeded(seed):
         module = _with_weights(spec, construct)
     if spec.adapter:
-        assert isinstance(module, _ByPosition)
+        if not isinstance(module, _ByPosition):
+            raise RegistrationRefused("adapter", "it is for a model of a source hf:NAME")
         module.model = merged(module.model, spec.adapter)
     refuse_engines(module)
     for child in module.modules():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from ...base.errors import HostStoreFull, OutOfDeviceMemory
 from ...base.quotas import left
@@ -16,7 +17,8 @@ from ..state.core import Core
 from ..state.device_state import FENCE_BYTES, DeviceState
 from ..state.records import DeviceModel, Model
 from ..state.regions import Cost, Costs, Extent, Owner, Region, RegionAllocator
-from ..state.states import Residency, TaskState, VersionState
+from ..state.states import ModelState, Residency, TaskState, VersionState
+from ..state.variants import Layout, Ranges, difference, image_of, layout_of
 
 FENCES = Owner("fences")
 
@@ -26,6 +28,7 @@ FENCES = Owner("fences")
 FREE: Cost = (0.0, 0.0, 0.0, 0.0)
 SOON_FREE: Cost = (0.0, 0.0, 1.0, 0.0)
 JOB_LEAVES: Cost = (0.0, 1.0, 0.0, 0.0)
+MAX_COMPARED = 8  # number of places with which a newcomer's tensors are compared
 KEPT_WEIGHT = 4.0  # weight of the groups that a streaming model keeps: each pass reads them
 WHOLE = (Residency.TRANSMITTING, Residency.ABANDONED, Residency.RESIDENT, Residency.PINNED)
 STAYS = (  # states of a job whose slice stays unless it is ordered to leave
@@ -368,8 +371,21 @@ class ArenaAllocator:
         self.fences.check()
 
 
+@dataclass(eq=False)
+class Place:
+    """Region of the host store with a whole model, and the models with bytes there."""
+
+    manifest: Manifest
+    region: Region
+    users: dict[ModelName, int] = field(default_factory=dict)  # and how many bytes they share
+
+
 class HostStoreAllocator:
     """Ledger of the host store, which has each model's bytes once, in the layout of the device.
+
+    Variants, the models of one tenant with one layout, share the bytes that are equal: a newcomer
+    takes only what differs from another's ``Place``. That place stays until the last of them
+    leaves, and its tenant is charged for it.
 
     Offloaded activations lie in the memory of the jobs' processes, and images of slices in files of
     their own; both count toward the same limit. An image takes only what is free, and no model and
@@ -379,6 +395,8 @@ class HostStoreAllocator:
     def __init__(self, core: Core) -> None:
         self.regions = RegionAllocator(core.settings.store_bytes, TENSOR_ALIGN_BYTES)
         self._held_bytes: Counter[str] = Counter()  # tenant -> bytes of its models
+        self._places: dict[Layout, list[Place]] = {}  # of variants, by layout
+        self._used: dict[ModelName, Place] = {}
         self.offloaded: dict[JobName, int] = {}  # job with a process -> its bytes
         self.images: dict[JobName, int] = {}  # swapped job -> size of its image
 
@@ -410,20 +428,48 @@ class HostStoreAllocator:
         """Memory that neither the store's owners nor other images use."""
         return max(0, self.regions.free_bytes - sum(self.images.values()))
 
-    def take(self, model: Model) -> None:
-        """Reserve the model's place.
+    def take(self, model: Model, *, is_alone: bool = False) -> None:
+        """Reserve the model's place; ``is_alone``: it shares no bytes.
+
+        It shares them if at least half are equal, or if it fits only so.
 
         Raises:
             HostStoreFull: there is no room, or the tenant has used its share of the free bytes.
         """
-        size = stored_bytes(model)
+        size, total_bytes = stored_bytes(model), model.built.total_bytes
+        layout = None if is_alone else layout_of(model.tenant, model.built)
+        places = self._places.get(layout, []) if layout is not None else []
+        near = [(difference(model.built, one.manifest), one) for one in places[-MAX_COMPARED:]]
+        ranges, place = min(near, key=lambda pair: _sizes(pair[0]), default=((), None))
+        own_bytes = max(_sizes(ranges), TENSOR_ALIGN_BYTES)
+        fits = size <= self.regions.largest_free_bytes and not self._over_share(model, size)
+        if place is not None and fits and 2 * own_bytes > size:
+            place = None
+        size = size if place is None else own_bytes
         if refusal := self._over_share(model, size):
             raise refusal
         region = self.regions.reserve(model.owner, size)
         if region is None:
             raise self.full(model)
-        model.store_offset_bytes = region.offset_bytes
+        own = model.store_offset_bytes = region.offset_bytes
         self._held_bytes[model.tenant] += region.size_bytes
+        if place is None:
+            place, model.image = Place(model.built, region), ()
+            if layout is not None:
+                self._places.setdefault(layout, []).append(place)
+        else:
+            model.image = image_of(total_bytes, ranges, own, place.region.offset_bytes)
+        place.users[model.name] = total_bytes - own_bytes
+        self._used[model.name] = place
+
+    def sharing(self, model: Model) -> dict[str, Any]:
+        """Return the fields of a model's row that say which bytes it shares with whom."""
+        if not model.image:
+            return {}
+        place = self._used[model.name]
+        owner, size = place.region.owner, place.users[model.name]
+        other = owner.name if owner.kind == "model" else "a model that has left"
+        return {"shared_bytes": size, "shares": f"{gib(size)} with {other}"}
 
     def _over_share(self, model: Model, size: int) -> HostStoreFull | None:
         """Return the error if the model exceeds its tenant's share; None for the server's owner."""
@@ -450,9 +496,34 @@ class HostStoreAllocator:
         )
 
     def remove(self, model: Model) -> None:
-        """Release the model's place."""
-        if self.regions.get(model.owner) is not None:
-            self._held_bytes[model.tenant] -= self.regions.release(model.owner).size_bytes
+        """Release the model's bytes, except those that variants use."""
+        place = self._used.pop(model.name, None)
+        if place is None:
+            return
+        del place.users[model.name]
+        is_own = place.region.owner == model.owner
+        freed = self._release(model.owner, model.tenant)
+        if is_own and place.users:
+            owner = Owner("shared", str(freed.offset_bytes))
+            self.regions.reserve(owner, freed.size_bytes, freed.offset_bytes)
+            place.region = freed._replace(owner=owner)
+            self._held_bytes[model.tenant] += freed.size_bytes
+        elif not place.users and not is_own:
+            self._release(place.region.owner, model.tenant)
+        if not place.users or (is_own and model.state.state is not ModelState.LEAVING):
+            for layout, places in [*self._places.items()]:  # the bytes are gone, or may be wrong
+                self._places[layout] = [one for one in places if one is not place]
+                if not self._places[layout]:
+                    del self._places[layout]
+
+    def _release(self, owner: Owner, tenant: str) -> Region:
+        region = self.regions.release(owner)
+        self._held_bytes[tenant] -= region.size_bytes
+        return region
+
+
+def _sizes(ranges: Ranges) -> int:
+    return sum([aligned(end - start, TENSOR_ALIGN_BYTES) for start, end in ranges])
 
 
 def _without_jobs(costs: Costs) -> Costs:

@@ -121,6 +121,7 @@ class Residents:
         core, device, manifest = self._core, self._device, replica.manifest
         assert manifest is not None
         transfer, ranges, store = replica.transfer, None, replica.model.store_offset_bytes
+        whole, model = ((0, manifest.total_bytes),), replica.model
         if (
             replica.family is not None
             and (old := self._variants.replaced(replica, window)) is not None
@@ -134,7 +135,7 @@ class Residents:
         replica.transfer.started_at_ms = core.now_ms
         replica.transfer.ended_at_ms = 0.0
         if ranges is not None and (table := replica.table) is not None:
-            runs = runs if parts_of(manifest.groups[table.group], ranges, store) else ()
+            runs = runs if parts_of(manifest.groups[table.group], ranges, model.pieces) else ()
         order, rows = [*range(len(manifest.groups))], self._rows(replica, runs) if runs else []
         transfer.by_rows = tuple(runs) if rows else ()
         if rows and (table := replica.table) is not None:
@@ -147,7 +148,9 @@ class Residents:
                 + (staging.offsets[index] if staging else group.offset_bytes),
                 size_bytes=group.size_bytes,
                 fence=replica.first_fence + index,
-                parts=() if index in there else None,
+                parts=()
+                if index in there
+                else (parts_of(group, whole, model.image) if model.image else None),
             )
             for index in order[len(rows) :]
         ]
@@ -174,9 +177,7 @@ class Residents:
         copies = [
             replace(
                 one,
-                parts=parts_of(
-                    manifest.groups[one.fence - first], ranges, replica.model.store_offset_bytes
-                ),
+                parts=parts_of(manifest.groups[one.fence - first], ranges, replica.model.pieces),
             )
             for one in groups
         ]
@@ -196,13 +197,15 @@ class Residents:
         is_long = count > min(MAX_ROWS, table.size_bytes // ROW_COST_BYTES)
         if is_long or any(one.pieces for one in indices):
             return []
-        group = manifest.groups[table.group]
+        group, model = manifest.groups[table.group], replica.model
+        whole = ((0, manifest.total_bytes),)
         return [
             GroupCopy(
                 store_offset_bytes=replica.model.store_offset_bytes + group.offset_bytes,
                 arena_offset_bytes=replica.preferred_offset_bytes + group.offset_bytes,
                 size_bytes=group.size_bytes,  # with padding, which the daemon also fills
                 fence=replica.first_fence + len(manifest.groups),
+                parts=parts_of(group, whole, model.image) if model.image else None,
                 row_bytes=table.size_bytes // table.rows,
                 indices=indices,
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -17,9 +17,6 @@ from ..state.records import Model, Registration
 from ..state.states import ModelState
 from ..state.versions import AT, Versions
 from .names import not_found
-
-# Options in which registrations of one source may differ.
-OF_ONE: Final = {"name", "adapter", "program", "allow_module_mode"}
 
 
 class Likes:
@@ -44,7 +41,7 @@ class Likes:
             ModelNotFound, PermissionDenied: there is no such model, or it is another tenant's.
         """
         if not event.like:
-            return self._sibling(event)
+            return None
         name = self._versions.aliases.names.get(event.like, event.like)
         model = self._machine.models.get(name) if AT in name else self._versions.current(name)
         if model is None or model.state.state is ModelState.LEAVING:
@@ -53,24 +50,16 @@ class Likes:
             raise PermissionDenied(f'"{event.like}" is another client\'s')
         return model
 
-    def _sibling(self, event: RegisterModelRequest) -> Model | None:
-        """Return a model of the same source with another adapter, or without one, if it exists."""
-        own = decoded(event.spec) if b"adapter" in event.spec else {}
-        for model in self._machine.models.values() if own.get("adapter") else ():
-            if model.tenant == event.tenant and model.state.state is not ModelState.LEAVING:
-                spec = decoded(self._registrations[model.name].spec)
-                if all(spec.get(key) == own[key] for key in own.keys() - OF_ONE):
-                    return model
-        return None
-
     def spec(self, model: Model, name: str, own: bytes) -> bytes:
-        """Return the spec of a model's program with the weights that the spec ``own`` names, and
-        with its precision, if it has one."""
+        """Return the spec of a model's program with the weights or the adapter that the spec
+        ``own`` names, and with its precision, if it has one."""
         spec, changes = decoded(self._registrations[model.name].spec), decoded(own)
-        spec["source"] = self._bundle_of(model) or spec["source"]
+        origin = spec.get("origin") or spec["source"]
+        spec["source"] = self._bundle_of(model) or origin
         keys = ("precision", "max_error") if changes.get("precision") else ()
-        spec |= {key: changes[key] for key in ("weights", *keys)}
-        spec |= {key: "" for key in ("adapter", "program") if spec.get(key)}  # they are merged
+        spec |= {key: changes[key] for key in ("weights", *keys) if changes[key] or key in keys}
+        if changes.get("adapter") or spec.get("adapter"):
+            spec |= {"adapter": changes.get("adapter", ""), "origin": origin}
         spec |= {"name": name, "part": changes.get("part", "")}
         return msgspec.msgpack.encode(spec)
 
@@ -91,10 +80,7 @@ class Likes:
             is_gone = self._machine.models.get(like.name) is not like
             if not is_gone and like.state.state is ModelState.BUILDING:
                 continue
-            own, bundle = decoded(one.spec), "" if is_gone else self._bundle_of(like)
-            if own.get("adapter"):  # without a program it is exported
-                one.spec, one.like = msgspec.msgpack.encode({**own, "program": bundle}), None
-            elif bundle:
+            if not is_gone and self._bundle_of(like):
                 one.spec, one.like = self.spec(like, one.model, one.spec), None
             else:
                 why = "is not registered" if is_gone else "runs as a module: give the source"

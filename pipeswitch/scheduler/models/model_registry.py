@@ -23,7 +23,7 @@ from ..state.records import DeviceModel, Model, Registration
 from ..state.states import ModelEvent, ModelState
 from ..state.versions import AT, PRESENT, Versions, split_name, version_name
 from .build_queue import BuildQueue
-from .likes import OF_ONE, Likes, decoded
+from .likes import Likes, decoded
 from .names import Names, not_found
 
 OUT_OF_TIME: Final = (-14, -24)  # SIGALRM and SIGXCPU
@@ -90,7 +90,7 @@ class Registry:
             )
         self._builds.check_room(event.client)
         like = self.likes.of(event)
-        if like is not None and event.like:
+        if like is not None:
             event = msgspec.structs.replace(event, devices=like.devices, wrapper=like.wrapper)
         self._begin(event, (event.token,), like=like)
 
@@ -226,7 +226,8 @@ class Registry:
             for device in devices:
                 if device.state.may_serve(model):
                     device.arena.check_fits(model, is_pinned=model.want_pinned)
-            self._machine.store.take(model)
+            streams = any(device.arena.min_bytes(manifest) for device in devices)
+            self._machine.store.take(model, is_alone=streams)
             if not all(d.residents.take(d.state.replicas[model.name]) for d in devices):
                 raise self._machine.store.full(model)
         except errors.PipeSwitchError as error:
@@ -254,9 +255,10 @@ class Registry:
         """Order one ready daemon to load the model for all devices; do nothing if none is ready."""
         assert model.manifest is not None
         registration = self.registrations[model.name]
+        region = self._machine.store.regions.get(model.owner)
         device = next((d.state for d in self._machine.devices if d.state.daemon.is_ready), None)
         registration.storing = None if device is None else device.index
-        if device is None:
+        if device is None or region is None:
             return
         device.daemon.send(
             StoreModel(
@@ -264,7 +266,8 @@ class Registry:
                 op_id=registration.build_id,
                 directory=self._core.settings.program_dir(model.manifest.digest),
                 store_offset_bytes=model.store_offset_bytes,
-                size_bytes=model.manifest.total_bytes,
+                size_bytes=region.size_bytes,
+                image=model.image,
             )
         )
 
@@ -302,6 +305,14 @@ class Registry:
         if model is None or model.state.state is not ModelState.STORING:
             return
         registration, manifest = self.registrations[model.name], model.built
+        if model.image:  # perhaps the other model's bytes are wrong: share none
+            self._machine.store.remove(model)
+            try:
+                self._machine.store.take(model, is_alone=True)
+                self._store_again(model)
+            except errors.HostStoreFull as error:
+                self._refuse(model, error)
+            return
         is_derived = manifest.precision is not None
         if not registration.is_known or registration.rebuilds or not is_derived:
             self._refuse(model, errors.RegistrationRefused("weights", message.reason))
@@ -450,14 +461,14 @@ def _taken(event: ev.RegisterModelRequest, old: Model, spec: bytes) -> errors.Al
     if is_leaving or old.tenant != event.tenant:
         why = "being unregistered" if is_leaving else "another client's"
         return errors.AlreadyExists(f'"{event.model}" is {why}', hint=hint)
-    skipped = {*OF_ONE, "part", *(("source", "weights") * (old.version > 1))} - {"adapter"}
+    skipped = {"name", "part", "allow_module_mode", *(("source", "weights") * (old.version > 1))}
     differs: dict[str, str] = {}
     with contextlib.suppress(msgspec.DecodeError, UnicodeError):
         was, now = map(decoded, (spec, event.spec))
-        own = {"weights"} if event.like else was.keys() & now.keys() - skipped
+        own = {"weights", "adapter"} if event.like else was.keys() & now.keys() - skipped
         for option in sorted(own):
-            if now[option] != was[option]:  # a path on the server is not shown
-                pair = f" ({now[option]!r}, not {was[option]!r})"
+            if now.get(option) != was.get(option):  # a path on the server is not shown
+                pair = f" ({now.get(option)!r}, not {was.get(option)!r})"
                 differs[option] = option + pair * (len(pair) <= MAX_SHOWN and "'/" not in pair)
     if differs.keys() <= {"source", "weights"}:
         hint += f"; weights alone: pipeswitch register {event.model} --weights FILE --as-version"

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from ...base.errors import PipeSwitchError
 from ...ipc.messages.base import JobName, ModelName, OpId, Slot, Turn
-from ...ipc.messages.daemon import TransmitEnded
+from ...ipc.messages.daemon import CopyPart, TransmitEnded
 from ...ipc.messages.run import Run
 from ...ipc.messages.worker import InferenceDone, Shapes
 from ...planning.grouping import Plan
@@ -49,7 +49,7 @@ from .states import (
     WorkerEvent,
     WorkerState,
 )
-from .variants import Family
+from .variants import Family, Image
 
 NO_OP_ID = OpId(0)
 NO_TURN = Turn(0)
@@ -111,6 +111,7 @@ class Model:
     serving: StateMachine[VersionState, VersionEvent] = field(init=False)
     manifest: Manifest | None = None  # made by the build; until then the journal's
     store_offset_bytes: int = -1
+    image: Image = ()  # where the host store has its bytes, if variants have some; else empty
     reason: str = ""  # reason for its failure or quarantine
     deaths: int = 0  # number of workers that it killed since its last success
     last_batch: int = 0  # batch of its last run; 0: it has not run yet
@@ -128,6 +129,11 @@ class Model:
         """Manifest of the model, which must have been built."""
         assert self.manifest is not None
         return self.manifest
+
+    @property
+    def pieces(self) -> Image:
+        """Parts of the model in the host store, in order."""
+        return self.image or (CopyPart(self.store_offset_bytes, 0, self.built.total_bytes),)
 
     @property
     def owner(self) -> Owner:

@@ -17,10 +17,11 @@ from ...programs.interface.layout import aligned
 
 
 class Owner(NamedTuple):
-    """Owner of a range: a model, a streaming model's ring, a job's slice or commit area, fences.
+    """Owner of a range: a model, a streaming model's ring, a job's slice or commit area, fences,
+    variants of a model that has left ("shared", by its place).
     The owner of a range that is being zeroed ("scrub") is named by the operation id."""
 
-    kind: Literal["model", "rest", "slice", "scrub", "commits", "fences"]
+    kind: Literal["model", "rest", "shared", "slice", "scrub", "commits", "fences"]
     name: str = ""
 
 

@@ -5,16 +5,20 @@ Such a model may take an idle variant's place: then only what differs is copied 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Final
 
 from ...ipc.messages.base import ModelName
 from ...ipc.messages.daemon import CopyPart
-from ...programs.interface.layout import GroupSpec, Manifest
+from ...programs.interface.layout import TENSOR_ALIGN_BYTES, GroupSpec, Manifest, aligned
 
 GAP_BYTES: Final = 64 << 10  # a call to copy takes as long as copying this much
 Layout = tuple[str, int, tuple[tuple[int, int], ...]]
 Ranges = Sequence[tuple[int, int]]  # starts and ends in the region, ascending
+Image = tuple[CopyPart, ...]  # where the host store has a model, ascending; offsets in the region
+PLACE: Final = attrgetter("offset_bytes")
 
 
 def layout_of(tenant: str, manifest: Manifest) -> Layout | None:
@@ -45,7 +49,7 @@ class Family:
         new, old = self.members[name], self.members[other]
         ranges = self._ranges.get((new.digest, old.digest))
         if ranges is None:
-            ranges = self._ranges[new.digest, old.digest] = _difference(new, old)
+            ranges = self._ranges[new.digest, old.digest] = difference(new, old)
         return ranges
 
     def share(self, name: ModelName, other: ModelName) -> float:
@@ -54,7 +58,8 @@ class Family:
         return sum([end - start for start, end in ranges]) / self.members[name].total_bytes
 
 
-def _difference(new: Manifest, old: Manifest) -> Ranges:
+def difference(new: Manifest, old: Manifest) -> Ranges:
+    """Return the ranges that turn a region of ``old`` into one of ``new``, of the same layout."""
     ranges: list[tuple[int, int]] = []
     for one, other in zip(new.tensors, old.tensors, strict=True):
         if one.digest != other.digest:
@@ -65,13 +70,28 @@ def _difference(new: Manifest, old: Manifest) -> Ranges:
     return ranges
 
 
-def parts_of(group: GroupSpec, ranges: Ranges, store_offset_bytes: int) -> tuple[CopyPart, ...]:
-    """Return the parts of a group that lie in the ranges."""
+def parts_of(group: GroupSpec, ranges: Ranges, image: Image) -> tuple[CopyPart, ...]:
+    """Return the parts of a group that lie in the ranges. ``image``: where the store has them."""
     first, behind = group.offset_bytes, group.offset_bytes + group.size_bytes
     return tuple(
         [
-            CopyPart(store_offset_bytes + low, low - first, high - low)
-            for start, end in ranges
-            if (low := max(start, first)) < (high := min(end, behind))
+            CopyPart(source + low - at, low - first, high - low)
+            for begin, end in ranges
+            if (start := max(begin, first)) < (stop := min(end, behind))
+            for source, at, size in image[max(0, bisect_right(image, start, key=PLACE) - 1) :]
+            if (low := max(start, at)) < (high := min(stop, at + size))
         ]
     )
+
+
+def image_of(total_bytes: int, ranges: Ranges, own: int, shared: int) -> Image:
+    """Return where a model lies that has only the ranges at ``own``, one after the other, and all
+    else in the place of a variant at ``shared``."""
+    parts, done = list[CopyPart](), 0
+    for start, end in (*ranges, (total_bytes, total_bytes)):
+        if done < start:
+            parts.append(CopyPart(shared + done, done, start - done))
+        if start < end:
+            parts.append(CopyPart(own, start, end - start))
+        own, done = own + aligned(end - start, TENSOR_ALIGN_BYTES), end
+    return tuple(parts)
