@@ -145,9 +145,14 @@ _ACTIVATIONS: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
 
 
 def linear_int8(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    _: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *after: Any,
 ) -> torch.Tensor:
     """Multiply activations by int8 weights, which are converted first, for any number of rows."""
     half = x.bfloat16() if x.dtype is torch.float16 else x  # sums before scaling are large
     result = functional.linear(half, weight.to(half.dtype)) * scales
-    return (result if bias is None else result + bias).to(x.dtype)
+    return activated((result if bias is None else result + bias).to(x.dtype), *after)

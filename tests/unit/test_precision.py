@@ -922,6 +922,7 @@ def test_a_packed_product_gives_a_row_its_bits_in_any_batch(
     x, other = torch.randn(65, width).to(dtype), torch.randn(65, out).to(dtype)
     operators = KERNELS.operators()
     scales, rows = quantized(plain)
+    sums = rows.sum(1) * scales
     packs = KERNELS.pack_int8(rows) if form == "int8" else KERNELS.pack_linear(plain.to(dtype))
     assert packs[0] is not None
     weight = KERNELS.wrap(packs[1], packs[0])
@@ -929,7 +930,9 @@ def test_a_packed_product_gives_a_row_its_bits_in_any_batch(
     def answers(rows: int) -> list[torch.Tensor]:
         own, more = x[:rows].view(rows, 1, width), other[:rows].view(rows, 1, out)
         if form == "int8":
-            return [operators[packing.LINEAR_INT8](own, weight, scales, bias).view(rows, out)]
+            product = operators[packing.LINEAR_INT8]
+            both = [product(own, weight, scales, s, bias, "relu", [], "") for s in (sums, None)]
+            return [found.view(rows, out) for found in both]
         return [
             operators[packing.LINEAR](x[:rows], weight, bias, "relu", [], ""),
             operators[packing.LINEAR_ADD](own, more, weight, bias).view(rows, out),
@@ -942,6 +945,71 @@ def test_a_packed_product_gives_a_row_its_bits_in_any_batch(
                 torch.testing.assert_close(ours, theirs[:count], rtol=2**-7, atol=0.5)
             else:
                 assert torch.equal(ours, theirs[:count])
+
+
+@pytest.mark.skipif(bool(missing_int8()), reason=missing_int8())
+@pytest.mark.parametrize("has_sums", [True, False])
+@pytest.mark.parametrize("width", [64, 70, 99, 1030])
+def test_a_product_in_int8_takes_any_rows(width: int, has_sums: bool) -> None:
+    plain, bias, x = torch.randn(40, width), torch.randn(40), torch.randn(9, width)
+    x[1], x[2], x[3, 5], x[4, 7], x[5, 9] = 0.0, 2.5, math.nan, math.inf, -math.inf
+    x[6] *= 1e-40
+    scales, rows = quantized(plain)
+    layout, data = KERNELS.pack_int8(rows)
+    assert layout is not None
+    weight, sums = KERNELS.wrap(data, layout), rows.sum(1) * scales if has_sums else None
+
+    def product(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        call = KERNELS.operators()[packing.LINEAR_INT8]
+        return call(x, weight, scales, sums, bias, "none", [], "")
+
+    found, expected = product(x), nn.functional.linear(x, rows * scales[:, None])
+    assert torch.equal(found.isfinite(), expected.isfinite())
+    assert not found[1].any()
+    finite = [0, 1, 2, 6, 7, 8]
+    most = 0.03 if has_sums else 1e-3
+    torch.testing.assert_close(found[finite], expected[finite], rtol=0, atol=most * width**0.5)
+    torch.testing.assert_close(product(x[:1], bias), found[:1] + bias)
+    wide = torch.randn(2, 3, 4, width)
+    for form in (wide, wide.permute(1, 0, 2, 3), wide[:, :, ::2], wide[0, 0, 0], wide[:0]):
+        flat = product(form.reshape(-1, width).contiguous())
+        assert torch.equal(product(form), flat.view(*form.shape[:-1], 40))
+    assert product(x.bfloat16()).dtype is torch.bfloat16
+
+
+class Outlying(nn.Module):
+    """Two products: the second one's rows have an outlier of ``size``, which its weight ignores."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.first, self.second, self.size = nn.Linear(64, 64), nn.Linear(64, 64), size
+        with torch.no_grad():
+            self.second.weight[:, 3] = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.second(self.first(x) + self.size * (torch.arange(64) == 3))
+        return y
+
+
+@pytest.mark.skipif(bool(missing_int8()), reason=missing_int8())
+def test_rows_with_outliers_are_multiplied_in_16_bits(tmp_path: Path) -> None:
+    x = torch.randn(4, 64)
+
+    def forms(module: nn.Module, limit: float = 0.05) -> tuple[list[bool], float]:
+        folder = tmp_path / str(len([*tmp_path.iterdir()]))
+        manifest = built(module, (x,), folder, "int8", max_error=limit)
+        assert manifest.precision is not None
+        graph = read_bundle(folder / "out" / packing.DERIVED_FILE, is_derived=True).graph
+        products = [one for one in graph.nodes if one.target == packing.LINEAR_INT8]
+        return [one.args[3] is None for one in products], manifest.precision.max_error
+
+    assert forms(Outlying(50.0))[0] == [False, True]
+    module = Outlying(0.0)
+    found, error = forms(module)
+    assert found == [False, False]
+    found, less = forms(module, 0.95 * error)  # this limit needs 16 bits
+    assert found == [True, True]
+    assert less < 0.95 * error
 
 
 class Mixing(nn.Module):

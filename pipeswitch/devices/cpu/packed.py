@@ -38,8 +38,9 @@ _MINUS_INF_BITS: Final = (
     -128
 )  # bits of bfloat16's -inf as int16; NaN and positive numbers have more
 _LARGEST_CODE: Final = 127 * 256  # of an activation in ``int8``: two bytes, each with an own sum
-_MAX_INT8_WIDTH: Final = (1 << 31) // (128 * 128)  # products of two int8 that an int32 can sum
+_MAX_INT8_WIDTH: Final = (1 << 31) // (255 * 127)  # products that an int32 can sum
 _MAX_PADDED: Final = 4  # a tiny int8 weight stays plain if it would be larger than in float32
+_ZERO: Final = torch.zeros(1, dtype=torch.int64)  # zero point of all weights
 _PADDING: Final = (slice(108, 112), slice(316, 320), slice(420, 424))
 """Padding in oneDNN's descriptor. It is never initialized, so it differs between processes."""
 _SELF_TEST_ERROR: Final = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative to largest output
@@ -163,34 +164,77 @@ def _with_rows(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _linear_int8(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    sums: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *after: Any,
 ) -> torch.Tensor:
     """Multiply activations by int8 weights in integers.
 
-    A row of activations becomes integers of 16 bits with one scale, of which the product sums the
-    high and the low bytes apart, as more rows. Sums of integers are exact, so a row has the same
-    bits beside any other rows, in any kernel.
+    Sums of integers are exact, so a row has the same bits beside any other rows, in any kernel.
+    With ``sums``, a row of activations becomes integers of 8 bits, else of 16 bits.
     """
     if weight.layout is torch.strided:
-        return linear_int8(x, weight, scales, bias)
-    width = weight.shape[1]  # it was packed as [in, out]
+        return linear_int8(x, weight, scales, sums, bias, *after)
     if not x.numel():
-        return x.new_zeros(*x.shape[:-1], width)
-    rows = x.reshape(-1, x.shape[-1]).float()
+        return x.new_zeros(*x.shape[:-1], weight.shape[1])  # it was packed as [in, out]
+    rows, bias = x.float(), bias if bias is None else bias.float()
+    if sums is None:
+        result = _multiply_words(rows, weight, scales, bias)
+    else:
+        result = _multiply_bytes(rows, weight, scales, sums, bias)
+    return _finished(result.to(x.dtype), *after)
+
+
+def _multiply_bytes(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    sums: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Multiply rows as 8-bit numbers of steps above each row's least element.
+
+    FBGEMM quantizes all rows in one call: codes, then each row's step and least element. It drops
+    NaN, ``amin`` does not. It adds 1e-8 to a row's range, so codes of a smaller range are coarse.
+    """
+    width = rows.shape[-1]
+    quantize = torch.ops.quantized.embedding_bag_byte_prepack.default
+    codes, step, _ = quantize(rows).split_with_sizes([width, 4, 4], -1)
+    if width % 4:  # its bytes are not where a float32 may begin
+        step = step.clone(memory_format=torch.contiguous_format)
+    step = step.view(torch.float32)
+    low = rows.amin(-1, keepdim=True)
+    multiply = torch.ops.onednn.qlinear_pointwise.default
+    product = multiply(
+        *(codes, 1.0, 0, weight, scales, _ZERO, None, 1.0, 0, torch.float32, "none", [], "")
+    )
+    base = low * sums if bias is None else torch.addcmul(bias, low, sums)
+    return base.addcmul_(product, step)
+
+
+def _multiply_words(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Multiply rows as 16-bit integers, whose high and low bytes are rows of one product."""
+    rows = x.reshape(-1, x.shape[-1])
     largest = rows.abs().amax(1, keepdim=True)
     largest = largest + (largest - largest)  # infinite values make this and the row NaN
     step = largest.clamp_(min=torch.finfo(torch.float32).tiny * _LARGEST_CODE) / _LARGEST_CODE
     codes = (rows / step).round_().to(torch.int32)
     high = (codes + 128) >> 8
     both = torch.cat([high, codes.sub_(high << 8)]).add_(128).to(torch.uint8)
-    product = torch.ops.onednn.qlinear_pointwise.default
-    one, zero = torch.ones(1), torch.zeros(1, dtype=torch.int64)
-    sums = product(
-        *(both, 1.0, 128, weight, one, zero, None, 1.0, 0, torch.float32, "none", [], "")
+    multiply = torch.ops.onednn.qlinear_pointwise.default
+    product = multiply(
+        *(both, 1.0, 128, weight, torch.ones(1), _ZERO, None, 1.0, 0),
+        *(torch.float32, "none", [], ""),
     )
-    result = torch.add(sums[len(rows) :], sums[: len(rows)], alpha=256.0).mul_(step).mul_(scales)
+    high, low = product.chunk(2)
+    result = torch.add(low, high, alpha=256.0).mul_(step).mul_(scales)
     result = result if bias is None else result + bias
-    return result.to(x.dtype).view(*x.shape[:-1], width)
+    return result.view(*x.shape[:-1], weight.shape[1])
 
 
 def _split(name: str, scalars: Sequence[float], algorithm: str) -> tuple[_After, _After]:
@@ -276,7 +320,7 @@ def missing_int8() -> str:
     weight, x = torch.full((16, 64), 127, dtype=torch.int8), torch.full((1, 64), 255.0)
     try:
         layout, data = _taken_apart(torch.ops.onednn.qlinear_prepack(weight, None))
-        own = _linear_int8(x, KERNELS.wrap(data, layout), torch.ones(16), None)
+        own = _multiply_words(x, KERNELS.wrap(data, layout), torch.ones(16), None)
     except (AttributeError, OSError, RuntimeError, RegistrationRefused) as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
     is_right = bool(((own / (255.0 * 127 * 64) - 1.0).abs() < 1e-5).all())

@@ -231,8 +231,6 @@ class _Fusing:
     def _chain(self, position: int) -> _Chain:
         nodes, chain = self._graph.nodes, _Chain(position)
         is_convolution = nodes[position].target == "aten.conv2d.default"
-        if self._precision == "int8" and not is_convolution:
-            return chain
         if not is_convolution:
             chain = self._without_views(chain)
         at = self._reader(chain.members[-1])
@@ -414,7 +412,7 @@ class _Fusing:
         if bias_at is not None and (bias is None or tuple(bias.shape) != (len(weight),)):
             return None
         if self._precision == "int8":
-            return self._int8(node, (source, weight_at, bias_at), weight)
+            return self._int8(chain, (chain.source or source, weight_at, bias_at), weight)
         layout, data = self._kernels.pack_linear(weight.to(self._dtype))
         name = f"{self._name_of(weight_at, node)}:packed"
         rest = () if chain.addition is not None else chain.after
@@ -426,14 +424,18 @@ class _Fusing:
             {name: (data, layout)},
         )
 
-    def _int8(self, node: Node, arguments: tuple[Any, Any, Any], weight: torch.Tensor) -> _Form:
+    def _int8(self, chain: _Chain, arguments: tuple[Any, Any, Any], weight: torch.Tensor) -> _Form:
         """Return a product with an int8 weight, quantized symmetrically with a scale per output."""
         source, weight_at, bias_at = arguments
-        name = f"{self._name_of(weight_at, node)}:int8"
+        name = f"{self._name_of(weight_at, self._graph.nodes[chain.product])}:int8"
         scales, rows = quantized(weight)
         layout, data = self._kernels.pack_int8(rows)
         new: NewWeights = {name: (data, layout), f"{name}:scales": (scales, None)}
-        call = Node(packing.LINEAR_INT8, (source, {"w": name}, {"w": f"{name}:scales"}, bias_at))
+        references, sums = ({"w": name}, {"w": f"{name}:scales"}), None
+        if layout is not None:
+            sums = {"w": f"{name}:sums"}
+            new[f"{name}:sums"] = (rows.double().sum(1) * scales).float(), None
+        call = Node(packing.LINEAR_INT8, (source, *references, sums, bias_at, *chain.after))
         return _Form(call, new, ())
 
     def _form(

@@ -15,15 +15,17 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+from msgspec.structs import replace
 
 from ..graphs.bundle import Node, node_references, references
 from ..graphs.graph import aliases, resolve
 from ..graphs.operators import OVERLOADS
-from ..interface.packing import TARGETS
+from ..interface.packing import LINEAR_INT8, TARGETS
 from ..running.executor import PackedKernels
 from .fusing import Derived, quantized, renumbered
 
 MIN_STORED: Final = 1024  # minimum elements of a weight that is stored in bfloat16
+MAX_COARSE: Final = 0.02  # maximum error of a row's product with activations of 8 bits; by its norm
 
 _PRODUCTS: Final = """
 matmul mm bmm baddbmm addmm linear einsum conv1d conv2d conv3d convolution conv_transpose1d
@@ -53,21 +55,23 @@ _Made = tuple[Any, Any]  # an argument of the new graph, and its value in the ru
 
 
 def lowered(
-    derived: Derived, inputs: Sequence[torch.Tensor], kernels: PackedKernels, *, computes: bool
+    derived: Derived, inputs: Sequence[torch.Tensor], kernels: PackedKernels, max_coarse: float
 ) -> Derived:
     """Return the derived graph, converted to bfloat16.
 
     Args:
         derived: a graph whose packed weights are bfloat16 or int8 already.
         inputs: the inputs of the example.
-        computes: True: products compute in bfloat16. False: weights are only stored in bfloat16.
+        kernels: if they lack products in bfloat16, weights are only stored in bfloat16.
+        max_coarse: above this error a product's activations have 16 bits, not 8.
     """
-    return _Lowering(derived, kernels, computes).run(inputs)
+    return _Lowering(derived, kernels, max_coarse).run(inputs)
 
 
 class _Lowering:
-    def __init__(self, derived: Derived, kernels: PackedKernels, computes: bool) -> None:
-        self._derived, self._graph, self._computes = derived, derived.graph, computes
+    def __init__(self, derived: Derived, kernels: PackedKernels, max_coarse: float) -> None:
+        self._derived, self._graph = derived, derived.graph
+        self._computes, self._max_coarse = kernels.supports_bfloat16(), max_coarse
         self._operators, self._wrap = kernels.operators(), kernels.wrap
         self._nodes: list[Node] = []  # new calls; their value numbers begin at NEW
         self._made: dict[int, _Made] = {}  # value number of the old graph -> argument and value
@@ -123,6 +127,8 @@ class _Lowering:
 
     def _lower(self, node: Node, own: int) -> _Made:
         target, name = node.target, node.target.split(".")[1]
+        if target == LINEAR_INT8 and node.args[3] is not None:
+            return self._thawed(own, self._emit_int8(node))
         if target in TARGETS:
             return self._thawed(own, self._emit(target, node, self._half))
         if name.endswith("_") and not name.startswith("_"):
@@ -163,6 +169,15 @@ class _Lowering:
                 casts = {k: cast for k, cast in self._cast.items() if cast[0]["v"] < NEW + count}
                 self._cast = casts
         return self._emit(target, node, ways[-1])
+
+    def _emit_int8(self, node: Node) -> _Made:
+        """Return a product of activations of 8 bits; of 16 if the example's rows have outliers."""
+        coarse = self._emit(node.target, node, self._kept)
+        without_sums = (*node.args[:3], None, *node.args[4:])
+        fine = self._emit(node.target, replace(node, args=without_sums), self._kept)
+        error = (coarse[1].float() - fine[1]).norm(dim=-1)
+        is_close = bool((error <= self._max_coarse * fine[1].float().norm(dim=-1)).all())
+        return coarse if is_close else fine
 
     def _int8_rows(self, node: Node) -> _Made | None:
         """Return an embedding's rows from the int8 copy of a tied product; None without a copy."""

@@ -35,7 +35,7 @@ from ..spec import fingerprint
 from .batching_check import is_batch_invariant
 from .checking import differences, workers_default_dtype
 from .fusing import TIMED, Derived, Walk, call_times, fused, walk
-from .lowering import lowered
+from .lowering import MAX_COARSE, lowered
 from .verify import answered, load_examples, load_image
 
 MAX_ERROR: Final = {"bf16": 5e-2, "int8": 1e-1}
@@ -85,42 +85,46 @@ def derive(
     examples = load_examples(folder / BUNDLE_FILE, bundle)
     shapes = _shapes(manifest, examples, bundle.settings)
     pairs = [answered(manifest.inputs, one, examples, plain) for one in shapes]
-    if examples:
-        pairs[0] = examples, plain(examples)
-    first, *inputs = [one for one, _ in pairs]
+    pairs[:1] = [(examples, plain(examples))] if examples else pairs[:1]
+    timed = [one for one, _ in pairs]
     here = fingerprint(kernels.layout, torch.get_num_threads())
     chosen = manifest.extra.get(PLAIN_CALLS, {}).get(here)  # so a rebuild has the same bits
-    derived = fused(bundle.graph, weights, [first, *inputs], kernels, name, chosen)
-    if name != "fast":
-        derived = lowered(derived, first, kernels, computes=kernels.supports_bfloat16())
-    elif not derived.packed_count:
+    derived = fused(bundle.graph, weights, timed, kernels, name, chosen)
+    if name == "fast" and not derived.packed_count:
         return stays_exact(manifest, name, "no call gains")
     path = folder / DERIVED_FILE
-    ours, image = _written(manifest, bundle, derived, path, bucket_bytes)
-    fast = _runner(GraphProgram(ours, derived.graph, "cpu", kernels), image.untyped_storage())
     draw = partial(answered, manifest.inputs, shapes[0], examples, plain)
-    try:
-        errors = _compared(fast, itertools.chain(pairs, _more(draw)), name, max_error)
-        _check_not_finite(plain, fast, first, name)
-    except RegistrationRefused as refusal:
-        raise _explained(refusal, bundle.graph.weights, weights) from None
-    except RuntimeError as error:  # raised by torch for a call that needs another memory layout
-        path.unlink()
-        return stays_exact(manifest, name, str(error)[:200])
-    walks = walk(bundle.graph, weights), walk(derived.graph, derived.weights, kernels)
-    times = _times(walks, [first, *inputs][:TIMED]) if kernels.computes_here else []
+    for max_coarse in (MAX_COARSE, 0.0) if name == "int8" else (0.0,):
+        form = derived if name == "fast" else lowered(derived, timed[0], kernels, max_coarse)
+        ours, image = _written(manifest, bundle, form, path, bucket_bytes)
+        fast = _runner(GraphProgram(ours, form.graph, "cpu", kernels), image.untyped_storage())
+        try:
+            errors = _compared(fast, itertools.chain(pairs, _more(draw)), name, max_error)
+            _check_not_finite(plain, fast, timed[0], name)
+            break
+        except RegistrationRefused as refusal:
+            if not max_coarse:
+                raise _explained(refusal, bundle.graph.weights, weights) from None
+        except RuntimeError as error:  # raised by torch for a call that needs another layout
+            path.unlink()
+            return stays_exact(manifest, name, str(error)[:200])
+    walks = walk(bundle.graph, weights), walk(form.graph, form.weights, kernels)
+    times = _times(walks, timed[:TIMED]) if kernels.computes_here else []
     why_exact, note = _gain(name, shapes, times, saves=ours.total_bytes < manifest.total_bytes)
     if why_exact and chosen is None:
         path.unlink()
         return stays_exact(manifest, name, why_exact)
-    ours = _with_copies(ours) if name in HALF else _with_plain_calls(ours, here, derived.plain)
+    ours = _with_copies(ours) if name in HALF else _with_plain_calls(ours, here, form.plain)
     ours = with_note(ours, note)
     is_invariant = is_batch_invariant(ours, fast, limit) if times else None
-    precision = _precision(name, manifest, derived, kernels, is_invariant, times, errors)
-    example = hashlib.sha256(b"".join(map(tensor_bytes, examples))).hexdigest()  # it was compared
-    text = f"{manifest.digest} {name} {precision.fingerprint} {ours.weights_sha256} {example}"
+    precision = _precision(name, manifest, form, kernels, is_invariant, times, errors)
+    text = f"{manifest.digest} {name} {here} {ours.weights_sha256} {_digest(examples)}"
     text += "" if kernels.layout == "onednn" else f" {kernels.layout}"
     return _named(msgspec.structs.replace(ours, precision=precision), manifest, name, text)
+
+
+def _digest(examples: Sequence[torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(map(tensor_bytes, examples))).hexdigest()
 
 
 def _precision(

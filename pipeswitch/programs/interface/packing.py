@@ -17,13 +17,14 @@ CONVOLUTION_ADD: Final = "packed.convolution_add"
 """(input, other, weight, bias, padding, stride, dilation, groups, activation, scalars, algorithm):
 the activation of the sum of ``other`` and the convolution's result."""
 LINEAR_INT8: Final = "packed.linear_int8"
-"""(input, weight, scales, bias): a weight of int8 rows with one scale for each row; not packed."""
+"""(input, weight, scales, sums, bias, activation, scalars, algorithm): a weight of int8 rows, each
+with a scale and a scaled sum. Without ``sums``, activations become integers of 16 bits."""
 TARGETS: Final = frozenset({LINEAR, LINEAR_ADD, LINEAR_INT8, CONVOLUTION, CONVOLUTION_ADD})
 """Operators that only derived graphs may call: the build writes these graphs, not a client."""
 
 HALF: Final = ("bf16", "int8")  # precisions whose products are computed in bfloat16
 Layout = Literal["onednn", "torch"]  # of weights; a server with a GPU uses torch's
-PACKED_FORM: Final = "3"  # version of packed files; with another one, servers pack again
+PACKED_FORM: Final = "4"  # version of packed files; with another one, servers pack again
 DERIVED_FILE: Final = "derived.bundle"  # in a program's folder, next to the plain bundle
 
 
