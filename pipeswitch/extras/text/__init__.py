@@ -1,9 +1,10 @@
-"""Text: language models; doors of OpenAI, Anthropic and Triton; a chat in the terminal."""
+"""Text: language models; doors of OpenAI, Anthropic, Ollama and Triton; a chat in the terminal."""
 
 BUILDERS = {"embedding": "builders:embedding", "generate": "builders:DecoderBuilder"}
 COMMANDS = {"chat": "chat:chat", "generate": "chat:generate", "run": "chat:run"}
 DOORS = {
     "anthropic": "anthropic:anthropic_door",
+    "ollama": "ollama:ollama_door",
     "responses": "responses:responses_door",
     "text": "completions:text_door",
 }

@@ -12,7 +12,7 @@ from ...base.codec import encode_json
 from ...base.errors import InvalidInput, PipeSwitchError
 from ...gateway.doors import DoorContext
 from ...gateway.http.http_errors import status_of
-from ...gateway.http.http_server import Response, refusal
+from ...gateway.http.http_server import Response, json_answer, refusal
 from ...gateway.routes import Door, Request, Route
 from .answer_formats import Block, ChatFormat, named_event
 from .completions import MAX_BODY_BYTES, shared
@@ -197,5 +197,13 @@ def anthropic_door(context: DoorContext) -> Door:
         fields = {**copied, **own.translated()}
         return await completions.chat(incoming, fields, AnthropicFormat, ignored)
 
-    route = Route(method="POST", path=MESSAGES, run=create, max_bytes=MAX_BODY_BYTES)
-    return Door(prefix=MESSAGES, hint=MESSAGES, routes=[route], refused=refused)
+    async def count(incoming: Request, body: Any) -> Response:
+        own, copied, _ = await completions.read(incoming, body, DIALECT)
+        tokens = await completions.count(incoming, {**copied, **own.translated()})
+        return json_answer({"input_tokens": tokens})
+
+    routes = [
+        Route(method="POST", path=path, run=run, max_bytes=MAX_BODY_BYTES)
+        for path, run in ((MESSAGES, create), (f"{MESSAGES}/count_tokens", count))
+    ]
+    return Door(prefix=MESSAGES, hint=MESSAGES, routes=routes, refused=refused)

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from ...base.codec import UNREADABLE, check_memory, encode_json
 from ...base.errors import InvalidInput, ModelNotFound
+from ...base.roles import Principal
 from ...base.units import nearest
 from ...gateway.doors import DoorContext
 from ...gateway.http.http_parser import Head
@@ -47,10 +48,12 @@ from .choices import (
     logprob_count,
 )
 from .decoding.generation_settings import CACHE_NEW, LOGITS, MAX_EOS
+from .decoding.model_config import LanguageModelConfig
 from .decoding.output import MAX_STOPS, StopCriteria
 from .decoding.sampling import MAX_BIASES, MAX_SEED, Options, Sampling
 from .embeddings import MAX_TEXTS, Embed, embedded
 from .tokenizer_worker import StartGeneration
+from .tokenizers import config_of
 from .tools import MAX_TOOLS_BYTES, AnswerForm, ResponseFormat, Tool, Tools, form_of
 from .translation import ABSENT, Dialect, fields_of, is_neutral, table
 
@@ -58,9 +61,7 @@ PREFIX: Final = "/v1"
 MODELS, TEXT, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
 EMBED: Final = "/v1/embeddings"
 PATHS: Final = (MODELS, TEXT, CHAT, EMBED, "/v1/responses", "/v1/messages")
-OLLAMAS: Final = re.compile(
-    "/api/(chat|generate|embed(dings)?|tags|show|version|pull|push|create|copy|delete|blobs/.*)"
-)
+OLLAMAS: Final = re.compile("/api/(embeddings|pull|push|create|copy|delete|blobs/.*)")
 MAX_BODY_BYTES: Final = 1 << 20
 MAX_EMBED_BYTES: Final = 8 << 20  # 2,048 texts of 4 KB
 MAX_FIELDS: Final = 256
@@ -235,21 +236,34 @@ class Completions:
                 yield Route(method="POST", path=path, run=run, max_bytes=MAX_BODY_BYTES)
 
     async def _embed(self, incoming: Request, body: Any) -> Response:
-        request = await self._read(incoming.head, body, Embed)
-        return json_answer(await embedded(self._answers, incoming.caller, incoming.head, request))
+        return json_answer(await self.embed(incoming, body))
 
-    async def _models(self, incoming: Request, body: Any) -> Response:
-        caller, name = incoming.caller, incoming.names.get("model", "")
-        common = {"object": "model", "owned_by": "pipeswitch", "created": self._began_s}
-        rows = {
-            name: {"id": name, **common}
+    async def embed(self, incoming: Request, body: Any) -> dict[str, Any]:
+        """Return embeddings in OpenAI's form."""
+        request = await self._read(incoming.head, body, Embed)
+        return await embedded(self._answers, incoming.caller, incoming.head, request)
+
+    async def facts(self, caller: Principal, name: str) -> LanguageModelConfig:
+        """Return the facts about a language model."""
+        return await config_of(self._service, caller, name, "", tokenizer=True)
+
+    async def models(self, caller: Principal) -> dict[str, Mapping[str, Any]]:
+        """Return the row of each model for texts, by its names."""
+        rows: dict[str, Mapping[str, Any]] = {
+            name: row
             for row in await self._service.rows(caller)
             if ({*row["inputs"]}, {*row["outputs"]}) == SIGNATURE or row.get("embeds")
             for name in (row["name"], *row.get("aliases", ()))
         }
         for alias, model in self._service.aliases.items():
             if model in rows:
-                rows.setdefault(alias, {**rows[model], "id": alias})
+                rows.setdefault(alias, rows[model])
+        return rows
+
+    async def _models(self, incoming: Request, body: Any) -> Response:
+        name = incoming.names.get("model", "")
+        common = {"object": "model", "owned_by": "pipeswitch", "created": self._began_s}
+        rows = {one: {"id": one, **common} for one in await self.models(incoming.caller)}
         if not name:
             return json_answer({"object": "list", "data": [*rows.values()]})
         if name not in rows:
@@ -285,6 +299,23 @@ class Completions:
         answer = await self.complete(incoming, request, kind, is_chat="messages" in fields)
         headers = [*answer.headers, *without_effect(ignored)]
         return replace(answer, headers=headers)
+
+    async def count(self, incoming: Request, fields: Mapping[str, Any]) -> int:
+        """Return the number of tokens of such a request's prompt."""
+        request = await self._read(
+            incoming.head, encode_json({**fields, "max_tokens": 1}), CompletionRequest
+        )
+
+        def begin(*, own: Mapping[str, Any]) -> StartGeneration:
+            begin = _begin(request, "", bytes(request.messages), own=own)
+            return replace(begin, tools=request.form.rendered, settings=request.settings)
+
+        caller, head, model = incoming.caller, incoming.head, request.model
+        answering = await self._answers.begin(caller, head, model, begin)
+        try:
+            return answering.step.prompt_count
+        finally:
+            await answering.close()
 
     async def complete(
         self,

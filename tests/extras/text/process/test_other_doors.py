@@ -1,4 +1,4 @@
-"""Anthropic's and OpenAI's (responses) unmodified clients: each protocol's own door."""
+"""Anthropic's, OpenAI's (responses) and Ollama's unmodified clients: each protocol's own door."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 from process_tools import checked_server
 
 from tests.extras.text.process.test_completions import CONTEXT, TEMPLATE, made, post
+from tests.models.words import published
 
 anthropic = pytest.importorskip("anthropic")
+ollama = pytest.importorskip("ollama")
 openai = pytest.importorskip("openai")
 transformers = pytest.importorskip("transformers")
 
@@ -28,7 +30,9 @@ CALLS += "{% endfor %}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Any]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    words = tmp_path_factory.mktemp("words")
+    published(words, transformers.AutoModel, "bert")
     with checked_server(arena="64MiB", host_store="256MiB", http=True) as checked:
         model, tokenizer = made()
         options: Any = {"generate": True, "tokenizer": tokenizer, "precision": "exact"}
@@ -38,21 +42,21 @@ def running() -> Iterator[Any]:
         over = tokenizer.convert_tokens_to_ids("<end>")
         model.config.eos_token_id = model.generation_config.eos_token_id = over
         checked.client.register("caller", model, **options)
+        checked.client.register("words", f"hf:{words}", weights="pretrained")
         yield checked
 
 
 @pytest.fixture(scope="module")
-def ai(running: Any) -> Iterator[Any]:
-    url = f"http://{running.running.http_address}/v1"
-    with openai.OpenAI(base_url=url, api_key="any", max_retries=0) as client:
-        yield client
+def http(running: Any) -> str:
+    return f"http://{running.running.http_address}"
 
 
 @pytest.fixture(scope="module")
-def text(ai: Any) -> str:
+def text(running: Any, http: str) -> str:
     """Return what ``/v1/chat/completions`` answers to SAID."""
-    options: Any = {"model": "chat", "messages": SAID, "max_tokens": 12, "temperature": 0}
-    return str(ai.chat.completions.create(**options).choices[0].message.content)
+    with openai.OpenAI(base_url=f"{http}/v1", api_key="any", max_retries=0) as ai:
+        options: Any = {"model": "chat", "messages": SAID, "max_tokens": 12, "temperature": 0}
+        return str(ai.chat.completions.create(**options).choices[0].message.content)
 
 
 # ------------------------------------------------------------------------------- Anthropic
@@ -62,9 +66,8 @@ TOOL: Any = {"name": "order", "description": "Order.", "input_schema": SCHEMA}
 
 
 @pytest.fixture(scope="module")
-def claude(running: Any) -> Iterator[Any]:
-    url = f"http://{running.running.http_address}"
-    with anthropic.Anthropic(base_url=url, api_key="any", max_retries=0) as client:
+def claude(http: str) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=http, api_key="any", max_retries=0) as client:
         yield client
 
 
@@ -87,17 +90,20 @@ def test_anthropics_client_gets_the_same_text_whole_and_streamed(claude: Any, te
     assert cut.content[0].text == text[: text.index(stop)]
 
 
-def test_anthropics_system_and_blocks_are_rendered_like_openais(claude: Any, ai: Any) -> None:
+def test_anthropics_system_and_blocks_are_rendered_like_openais(claude: Any, http: str) -> None:
     system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
     blocks = [{"type": "text", "text": "The data "}, {"type": "text", "text": "set has"}]
     few = {"temperature": 0, "top_p": 0.9, "top_k": 3}
     options: Any = {"model": "chat", "max_tokens": 5, "extra_body": few}
-    chat: Any = [{"role": "system", "content": "Be brief."}, *SAID]
-    expected = ai.chat.completions.create(**options, messages=chat)
+    with openai.OpenAI(base_url=f"{http}/v1", api_key="any", max_retries=0) as ai:
+        chat: Any = [{"role": "system", "content": "Be brief."}, *SAID]
+        expected = ai.chat.completions.create(**options, messages=chat)
     said: Any = [{"role": "user", "content": blocks}]
     one = claude.messages.create(**options, system=system, messages=said)
     assert one.content[0].text == expected.choices[0].message.content
     assert one.usage.input_tokens == expected.usage.prompt_tokens
+    count = claude.messages.count_tokens(model="chat", system="Be brief.", messages=SAID)
+    assert count.input_tokens == expected.usage.prompt_tokens
 
 
 def test_anthropics_client_calls_tools(claude: Any) -> None:
@@ -113,8 +119,11 @@ def test_anthropics_client_calls_tools(claude: Any) -> None:
         streamed = stream.get_final_message()
     assert json.loads("".join(pieces)) == streamed.content[0].input == call.input
     assert len(pieces) > 2
-    sent = [{"type": "text", "text": "sent"}]
-    result = {"type": "tool_result", "tool_use_id": call.id, "content": sent}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": call.id,
+        "content": [{"type": "text", "text": "sent"}],
+    }
     later = [
         *SAID,
         {"role": "assistant", "content": whole.content},
@@ -122,6 +131,10 @@ def test_anthropics_client_calls_tools(claude: Any) -> None:
     ]
     answer = claude.messages.create(**{**options, "max_tokens": 5}, messages=later)
     assert answer.usage.input_tokens > whole.usage.input_tokens
+    for choice in ("auto", "none"):
+        claude.messages.create(
+            **{**options, "max_tokens": 5}, messages=SAID, tool_choice={"type": choice}
+        )
 
 
 def test_anthropics_errors_have_their_form(running: Any, claude: Any) -> None:
@@ -143,13 +156,24 @@ def test_anthropics_errors_have_their_form(running: Any, claude: Any) -> None:
     status, body, _ = post(running, "/v1/messages", {"model": "chat", "messages": SAID})
     assert (status, body["error"]["type"]) == (400, "invalid_request_error")
     assert "max_tokens" in body["error"]["message"]
-    create, thinking = claude.messages.with_raw_response.create, {"type": "disabled"}
-    assert "warning" not in create(**options, thinking=thinking).headers
-    thinking = {"type": "adaptive"}
-    assert "thinking" in create(**options, thinking=thinking).headers["warning"]
+
+
+def test_what_has_no_effect_is_named(claude: Any) -> None:
+    options: Any = {"model": "chat", "messages": SAID, "max_tokens": 2048}
+    plain = claude.messages.with_raw_response.create(**options, thinking={"type": "disabled"})
+    assert "warning" not in plain.headers
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    named = claude.messages.with_raw_response.create(**options, thinking=thinking)
+    assert "thinking" in named.headers["warning"]
 
 
 # ------------------------------------------------------------------------------- responses
+
+
+@pytest.fixture(scope="module")
+def ai(http: str) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{http}/v1", api_key="any", max_retries=0) as client:
+        yield client
 
 
 def test_responses_have_the_same_text_whole_and_streamed(ai: Any, text: str) -> None:
@@ -229,3 +253,87 @@ def test_a_template_gets_the_settings_that_it_reads(ai: Any) -> None:
         "reasoning_effort"
         in create(**options, model="chat", reasoning_effort="low").headers["warning"]
     )
+
+
+# ------------------------------------------------------------------------------- Ollama
+
+
+@pytest.fixture(scope="module")
+def llama(http: str) -> Iterator[Any]:
+    with ollama.Client(host=http) as client:
+        yield client
+
+
+def test_ollamas_client_lists_and_shows_models(llama: Any) -> None:
+    assert {one.model for one in llama.list().models} == {"chat", "caller", "words"}
+    shown = llama.show("caller:latest")
+    assert shown.capabilities == ["completion", "tools"]
+    assert llama.show("chat").capabilities == ["completion"]
+    assert llama.show("words").capabilities == ["embedding"]
+    assert shown.modelinfo["pipeswitch.context_length"] == CONTEXT
+    with pytest.raises(ollama.ResponseError, match='did you mean "chat"') as caught:
+        llama.show("chta")
+    assert caught.value.status_code == 404
+
+
+def test_ollamas_client_gets_the_same_text_whole_and_streamed(llama: Any, text: str) -> None:
+    options = {"num_predict": 12, "temperature": 0, "num_ctx": 4096}
+    whole = llama.chat("chat", SAID, options=options)
+    assert (whole.message.content, whole.done_reason, whole.eval_count) == (text, "length", 12)
+    pieces = [*llama.chat("chat", SAID, options=options, stream=True)]
+    assert "".join(one.message.content for one in pieces) == text
+    assert [one.done for one in pieces].index(True) == len(pieces) - 1
+    assert pieces[-1].eval_count == 12
+    one = llama.generate("chat:latest", SAID[0]["content"], options=options)
+    assert one.response == text
+    lines = [*llama.generate("chat", SAID[0]["content"], options=options, stream=True)]
+    assert "".join(one.response for one in lines) == text
+    plain = llama.generate("chat", "The data", raw=True, options=options)
+    assert plain.eval_count == 12
+    stopped = llama.chat("chat", SAID, options={**options, "stop": [text[4:8]]})
+    assert (stopped.message.content, stopped.done_reason) == (text[: text.index(text[4:8])], "stop")
+    assert llama.generate("chat").done_reason == "load"
+
+
+def test_ollamas_client_calls_tools_and_gets_json(llama: Any) -> None:
+    options: Any = {"num_predict": 200, "temperature": 0}
+    answer = llama.chat("caller", SAID, format=SCHEMA, options=options)
+    assert {*json.loads(answer.message.content)} == {"is_gift", "size"}
+    tool = {"type": "function", "function": {"name": "order", "parameters": SCHEMA}}
+    llama.chat("caller", SAID, tools=[tool], options={**options, "num_predict": 4})
+    call = {"function": {"name": "order", "arguments": {"is_gift": True, "size": "S"}}}
+    later = [
+        *SAID,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "sent", "tool_name": "order"},
+    ]
+    llama.chat("caller", later, tools=[tool], options={**options, "num_predict": 4})
+    with pytest.raises(ollama.ResponseError, match="template does not show tools"):
+        llama.chat("chat", SAID, tools=[tool])
+    with pytest.raises(ollama.ResponseError, match="images"):
+        llama.chat("chat", [{**SAID[0], "images": [b"png"]}])
+    with pytest.raises(ollama.ResponseError, match="suffix"):
+        llama.generate("chat", "a", suffix="b")
+
+
+def test_ollamas_client_embeds(llama: Any, ai: Any) -> None:
+    ours = ai.embeddings.create(model="words", input=["Once", "The data"]).data
+    answer = llama.embed("words", ["Once", "The data"])
+    assert [[*one] for one in answer.embeddings] == [one.embedding for one in ours]
+    assert len(llama.embed("words:latest", "Once").embeddings) == 1
+
+
+def test_ollamas_version_and_options_without_effect(running: Any) -> None:
+    body = {
+        "model": "chat",
+        "messages": SAID,
+        "stream": False,
+        "options": {"num_ctx": 9, "num_predict": 2},
+    }
+    status, answer, headers = post(running, "/api/chat", body)
+    assert (status, answer["done"]) == (200, True)
+    assert "options.num_ctx" in headers["Warning"]
+    assert "num_predict" not in headers["Warning"]
+    status, answer, _ = post(running, "/api/chat", {**body, "nonsense": 1})
+    assert (status, "nonsense" in answer["error"]) == (400, True)
+    assert post(running, "/api/pull", {"model": "x"})[1]["hint"].startswith("pipeswitch run")
