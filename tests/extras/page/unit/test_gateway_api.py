@@ -530,8 +530,8 @@ def refusal(rig: Rig, path: str) -> tuple[int, str, str]:
 
 
 def test_a_client_of_ollama_is_told_the_way_that_works() -> None:
-    status, _, hint = refusal(Rig(), "/api/chat")
-    assert (status, "/v1" in hint) == (404, True)
+    status, error, _ = refusal(Rig(), "/api/pull")
+    assert (status, "pipeswitch run" in error) == (404, True)
 
 
 @pytest.mark.parametrize(("state", "hinted"), [("failed", "[[model]]"), ("building", "again")])
