@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,75 @@ def variant(name: str) -> Any:
     for index in CHANGED.get(name, ()):
         module[index] = other[index]
     return module
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tools.Checked]:
+    """Start a server with room for one variant, on which a layer's copy takes 0.2 s."""
+    folder = tmp_path_factory.mktemp("variants")
+    options: dict[str, Any] = {"environment": tools.ENVIRONMENT, "state_dir": folder / "state"}
+    args = ("--link-gbps", "0.005")
+    with tools.checked_server(arena="12MiB", args=args, **options) as checked:
+        register(checked.client, folder, "exact")
+        yield checked
+
+
+@pytest.mark.parametrize("victim", ["worker", "daemon"])
+@pytest.mark.parametrize("name", ["first-exact", "two-exact"])
+def test_a_death_in_the_middle_of_a_partial_copy_leaves_nobodys_bytes(
+    slow: tools.Checked, name: str, victim: str
+) -> None:
+    client, right = slow.client, tools.eager(variant(name.removesuffix("-exact")), X)
+    client.infer("exact", X)
+    future = client.submit(name, X)
+    tools.until(lambda: client.show(name)["residency"] == "transmitting", "its copy runs")
+    for pid in [*slow.worker_pids().values()] if victim == "worker" else [slow.daemon_pid()]:
+        tools.kill(pid)
+    assert tools.is_bit_equal(future.result(60).value, right)
+    slow.wait_until_whole()
+    for other, module in ((name, name.removesuffix("-exact")), ("exact", "base")):
+        assert tools.is_bit_equal(client.infer(other, X).value, tools.eager(variant(module), X))
+
+
+def test_a_cancelled_partial_copy_leaves_nobodys_bytes(slow: tools.Checked) -> None:
+    client = slow.client
+    client.infer("exact", X)
+    client.prefetch("all-exact")
+    tools.until(lambda: client.show("all-exact")["residency"] == "transmitting", "its copy runs")
+    for name in ("two", "last", "all"):  # a request needs the link
+        right = tools.eager(variant(name), X)
+        assert tools.is_bit_equal(client.infer(f"{name}-exact", X).value, right)
+
+
+TRAIN = """
+    import torch
+    from pipeswitch import job
+
+    net = torch.nn.Sequential(
+        *[layer for _ in range(6) for layer in (torch.nn.Linear(512, 512), torch.nn.Tanh())]
+    ).to(job.device)
+    optimizer = torch.optim.SGD(net[-2:].parameters(), 0.01)
+    for step, x in enumerate(job.steps(torch.randn(8, 1, 512), model=net, optimizer=optimizer)):
+        net(x).square().mean().backward()
+        optimizer.step()
+        if step % 2:
+            job.publish("net")
+"""
+
+
+def test_a_published_version_is_copied_over_its_predecessor(tmp_path: Path) -> None:
+    with tools.checked_server(environment=tools.ENVIRONMENT) as checked:
+        client = checked.client
+        client.register("net", variant("base"), example_inputs=X)
+        task = client.train(tools.write_script(tmp_path, "train.py", TRAIN), name="job")
+        tools.finish(task)
+        tools.until(lambda: client.show("net")["version"] == 5, "it is published")
+        newest = client.infer("net", X)
+        before = checked.count("transmitted_bytes")
+        client.rollback("net")  # which also copies it
+        older = client.infer("net", X)
+        assert checked.count("transmitted_bytes") - before == (1 << 20) + 2048
+        assert not torch.equal(newest.value, older.value)
 
 
 def register(client: Any, folder: Path, precision: str) -> list[str]:
