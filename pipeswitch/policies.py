@@ -12,9 +12,7 @@ from .base.errors import ConfigError
 from .scheduler.policies import MAKERS, Maker, Policy
 from .scheduler.policies.guard import FAILURES, PolicyGuard, described, settings_of
 
-HINT = (
-    "docs/scheduling.md shows one: found on PYTHONPATH, called with max_wait_ms, returns a Policy"
-)
+HINT = "docs/scheduling.md shows one: in this folder or on PYTHONPATH, called with max_wait_ms"
 
 
 def find_policy(name: str, *, max_wait_ms: float) -> Policy:

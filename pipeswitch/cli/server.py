@@ -95,6 +95,8 @@ def serve(path: str | None, no_http: bool, **flags: Any) -> None:
     if (listen := flags["server__listen"]) and "://" not in listen:  # as --host takes it
         flags["server__listen"] = f"tcp://{listen}"
     config = load(path, flags=_flag_tree(flags, no_http=no_http))
+    if ":" in config.scheduler.policy:
+        sys.path.append(os.getcwd())  # for a policy of the user's own
     run = part("pipeswitch.controller.main", "serve")
     sys.exit(run(config))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import dataclasses
 import json
 import math
@@ -205,6 +206,7 @@ class Hardware:
 @click.option("--speed-up", metavar="NUMBER", help="Speed of the trace (azure: 20, others: 1).")
 @click.option("--requests", type=click.IntRange(min=1), help="Number of requests.")
 @click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--csv", "as_csv", is_flag=True, help="Print a row of CSV for each run.")
 @click.option("--plot", type=click.Path(dir_okay=False), help="File for a picture.")
 @click.option(
     "--timeline",
@@ -255,6 +257,7 @@ class _Comparison:
         self.policies = _words(args.policies)
         self.max_wait_ms = _read("--max-wait", args.max_wait, parse_ms)
         is_serial = SERIAL in self.policies
+        sys.path.append(os.getcwd())  # for policies of the user's own
         for policy in self.policies:
             if policy != SERIAL:
                 _read("--policy", policy, policy_name)
@@ -302,6 +305,7 @@ class _Comparison:
                 else _models(args.models, model_count, factor, args.seed)
             )
             used = _assigned(known, names, model_count)
+        self.are_random = bool(used) and args.models.startswith("random") and not args.from_server
         self.models = _joined(used, args.batch, args.batch_delay, args.batch_row)
         self.sizes = {model.name: model.size_bytes for model in self.models}
 
@@ -331,7 +335,7 @@ class _Comparison:
                     prompt_share=self.prompt_share if args.has_tokens else 0.0,
                 ),
             )
-            for label, size_bytes in (_memory(text, needed) for text in memories)
+            for label, size_bytes in _fitting(memories, needed)
             for policy in (self.policies if self.requests else self.policies[:1])
             for order in self.orders
         ]
@@ -346,6 +350,7 @@ class _Comparison:
             "requests": len(self.requests),
             "models": len(self.sizes),
             "models_bytes": sum(self.sizes.values()),
+            "are_sizes_random": self.are_random,
             "slo_ms": self.slo_ms,
             "device": hardware.name,
             "is_estimate": hardware.is_estimate,
@@ -389,8 +394,14 @@ def _compare(name: str, as_json: bool, options: Mapping[str, Any]) -> None:
         _draw(Path(plot), sound, facts)
     for text in dict.fromkeys(text for run in sound for text in run[2].warnings):
         views.echo(f"Warning: {text}", err=True)
+    rows = [_row(*run) for run in runs]
     if as_json:
-        views.print_json({**facts, "runs": [_row(*run) for run in runs]})
+        views.print_json({**facts, "runs": rows})
+    elif compared.given.as_csv:
+        names = dict.fromkeys(name for row in rows for name in row if name != "jobs")
+        writer = csv.DictWriter(sys.stdout, names, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
     elif sound:
         compared.show([_row(*run) for run in sound], facts)
     failures = {setting.policy: outcome.failure for _, setting, outcome, _ in runs}
@@ -706,6 +717,19 @@ def _memory(text: str, sizes: Mapping[str, int]) -> tuple[str, int]:
     return label, size_bytes
 
 
+def _fitting(texts: Sequence[str], sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return labels and sizes; name those that are too small, and raise if all are."""
+    pairs = []
+    for text in texts:
+        try:
+            pairs.append(_memory(text, sizes))
+        except InvalidInput as error:
+            if not error.hint or (text == texts[-1] and not pairs):
+                raise
+            views.echo(f"left out: {error.message}; {error.hint}", err=True)
+    return pairs
+
+
 def _load(models: Sequence[PaperModel], requests: Sequence[arrivals.Arrival]) -> float:
     """Return the total computing time of the requests, without prompts, per ms of the trace."""
     length_ms = requests[-1].at_ms - requests[0].at_ms if requests else 0.0
@@ -763,9 +787,11 @@ def _headline(facts: dict[str, Any]) -> Text:
         return Text(f"no requests{jobs}; {where}\n")
     tokens = f", {facts['tokens']} tokens" if facts["tokens"] else ""
     clients = f", of each of {facts['tiles']} clients" if "tiles" in facts else ""
+    random_sizes = " (random sizes: --models FILE)" if facts["are_sizes_random"] else ""
+    sizes = f"{format_bytes(facts['models_bytes'])}{random_sizes}"
     return Text(
         f"{facts['trace']} x {facts['speed_up']:g}: {facts['requests']} requests{tokens} of "
-        f"{facts['models']} models, {format_bytes(facts['models_bytes'])}{clients}{jobs}; {where}; "
+        f"{facts['models']} models, {sizes}{clients}{jobs}; {where}; "
         f"computing takes {facts['compute_load']:.0%} of the time; in time: "
         f"within {facts['slo_ms']:g} ms beyond a request's own computing\n"
     )

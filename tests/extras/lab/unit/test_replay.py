@@ -392,8 +392,24 @@ def test_the_least_share_that_is_told_works(tmp_path: Path) -> None:
     command = (str(trace), "--models", str(models), "--memory")
     _, _, error = simulate(*command, "1%")
     (least,) = re.findall(r"--memory (\d+%) at least", error)
-    status, _, error = simulate(*command, least)
+    status, output, error = simulate(*command, f"1%,{least}", "--csv")
     assert status == 0, error
+    assert "left out" in error
+    head, *lines = output.splitlines()
+    assert head.startswith("memory,policy,in_slo,")
+    assert [line.split(",")[0] for line in lines] == [least, least]
+    assert "random sizes" not in simulate(*command, least)[1]
+
+
+def test_a_policy_is_found_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_order.py").write_text(
+        "from pipeswitch.scheduler.policies import MAKERS\nmake = MAKERS['priority']\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    status, output, error = simulate("poisson:5", "--requests", "9", "--policy", "own_order:make")
+    assert (status, "random sizes" in output) == (0, True), error
 
 
 HUGE = "9" * 400  # too large for a float
