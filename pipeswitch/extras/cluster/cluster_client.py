@@ -24,7 +24,6 @@ import msgspec
 from ...base import errors
 from ...client.calls import FinalReply
 from ...client.connection import Connection
-from ...wire.addresses import no_server
 from ...wire.frames import UPLOAD_LOST
 from ..curve.curve_bridge import CurveConnection
 from ..curve.curve_keys import ClientKeys
@@ -357,7 +356,8 @@ class ClusterVerbs(Members):
                 break
             self._ask()
         if not bodies:
-            raise no_server("any node of the cluster")
+            hint = "ask again in a moment; pipeswitch cluster status shows nodes that start"
+            raise errors.ServerUnavailable("no node of the cluster answers yet", hint=hint)
         return bodies
 
     def _do_ping(self, op: str, **options: Any) -> Any:

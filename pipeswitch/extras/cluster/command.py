@@ -84,9 +84,9 @@ def up(
     else:
         ray = connect_ray(address)
         names, hosts = machines(ray, only_ours=scale is not None)
-    start_nodes(ray, names, folder, hosts, flags, scale)
+    count = start_nodes(ray, names, folder, hosts, flags, scale)
     row = {"nodes": sorted(names), "address": ray.get_runtime_context().gcs_address}
-    ready = f"cluster of {len(names)} nodes is ready at {row['address']}: PIPESWITCH_HOST=cluster"
+    ready = f"{count} of {len(names)} nodes are ready at {row['address']}: PIPESWITCH_HOST=cluster"
     print_done(row, ready, as_json)
     if local:
         _wait_for_its_end(ray)
@@ -145,12 +145,27 @@ def _wait_for_its_end(ray: Any) -> None:
 @json_option
 def status(address: str, as_json: bool) -> None:
     """Show the nodes, and where each model is served."""
+    from .ray_nodes import node_names
+
     ray = connect_ray(address)
     facts = answer_of(ray, placement_of(ray).status.remote())
+    starting = [
+        one for one in node_names(ray) if one not in {row["name"] for row in facts["nodes"]}
+    ]
+    facts["nodes"] += [{"name": one, "state": "starting"} for one in starting]
     if as_json:
         views.print_json(facts)
         return
-    columns = ("name", "address", "owners", "http", "grpc", "waiting", "jobs")
+    columns = (
+        "name",
+        *(["state"] if starting else []),
+        "address",
+        "owners",
+        "http",
+        "grpc",
+        "waiting",
+        "jobs",
+    )
     views.console().print(views.Listing(facts["nodes"], columns))
     rows = [
         {"model": name, "serving": one["serving"], "nodes": ", ".join(one["nodes"])}

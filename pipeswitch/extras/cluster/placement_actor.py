@@ -580,8 +580,8 @@ def start_nodes(
     hosts: dict[str, str],
     flags: tuple[str, ...],
     scale: tuple[int, int] | None = None,
-) -> None:
-    """Start placement and nodes, unless they run already; return when all of them answer.
+) -> int:
+    """Start placement and nodes, unless they run already; return how many serve when one does.
 
     Args:
         names: name of each node -> id of Ray's node for it.
@@ -595,4 +595,9 @@ def start_nodes(
         for name, where in names.items()
     ]
     answer_of(ray, [handle.summary.remote() for handle in handles])
-    answer_of(ray, actor.status.remote())
+    ends_s = time.monotonic() + START_S
+    while not (serving := answer_of(ray, actor.status.remote())["nodes"]):
+        if time.monotonic() > ends_s:
+            break
+        time.sleep(ROUND_S)  # a server that is ready sends its claims
+    return len(serving)

@@ -84,7 +84,7 @@ class Cluster:
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        if "3 nodes is ready" not in line:
+        if "of 3 nodes are ready" not in line or line.startswith("0"):
             self.process.terminate()
             raise AssertionError(line + self.process.communicate()[0])
         os.environ["RAY_ADDRESS"] = ready_at(line)  # "auto" may find another Ray on this machine
