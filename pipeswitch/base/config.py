@@ -552,7 +552,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
             f"cannot read {path}: {error.strerror}", hint="pipeswitch config init > pipeswitch.toml"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from None
+        hint = "pipeswitch config init writes an example"
+        raise ConfigError(f"{path} is not TOML: {error}", hint=hint) from None
 
 
 def default_state_dir(environ: Mapping[str, str]) -> Path:

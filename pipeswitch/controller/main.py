@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -124,6 +125,8 @@ def _check_source(model: ModelConfig) -> None:
     path = Path(name.partition("#")[0]).expanduser()
     if kind == "hf" and name.startswith((".", "/", "~")) and not path.is_dir():
         raise InvalidInput(f"no folder {name!r}", hint="one with config.json, or a hub's name")
+    elif kind not in ("hf", "torchvision") and name and find_spec(kind.partition(".")[0]) is None:
+        raise InvalidInput(f"no module {kind!r}", hint="PYTHONPATH=FOLDER pipeswitch serve")
     if kind == "torchvision":
         from torchvision.models import list_models
 

@@ -57,7 +57,8 @@ def read_tokens(path: Path) -> dict[str, Principal]:
         with open(path, encoding="utf-8", opener=open_regular) as file:  # it may be a link
             lines = file.read(MAX_TOKENS_BYTES).splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"tokens {path}: {error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"tokens {path}: {why}", hint=f"lines of {EXAMPLE}") from None
     principals: dict[str, Principal] = {}
     for number, line in enumerate(lines, 1):
         words = line.split("#")[0].split()

@@ -827,6 +827,7 @@ def test_a_token_that_is_added_or_taken_counts_soon_on_a_connection_that_is_kept
     assert connection.sock is socket_kept
     tokens.write_text(without)
     until(lambda: status() == 403, "it counts no more")
+    connection.close()
 
 
 def scrape(address: str, *args: str) -> str:
@@ -869,7 +870,7 @@ def test_prometheus_own_checker_has_nothing_to_say_of_the_metrics(http: str) -> 
         ("/v2/models/mlp/redy", (), 404, 'did you mean "/v2/models/mlp/ready"'),
         ("/v2/models/mlp", ("-X", "DELETE"), 405, "use GET"),
         ("/v2/models/mlp/infer", ("-d", "{"), 400, "not an inference request"),
-        ("/v2/models/mlp/infer", ("-d", ASK % "1, 2"), 400, "needs 32; mlp takes x FP32[-1, 16]"),
+        ("/v2/models/mlp/infer", ("-d", ASK % "1, 2"), 400, "needs 16; mlp takes x FP32[-1, 16]"),
         ("/predictions/mlp", ("-d", "{}"), 404, "use POST /v2/models/mlp/infer"),
         ("/invocations", ("-d", "{}"), 404, "use POST /v2/models/MODEL/infer"),
         ("/v2/models/mlp/infer", ("-d", ONES.replace('"x"', '"z"')), 400, "its inputs are x"),
