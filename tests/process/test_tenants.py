@@ -262,6 +262,24 @@ def test_tenants_in_turns_answer_bit_for_bit_and_take_no_more_than_the_arena(pai
     assert len(pools) == 2
 
 
+def test_a_tenants_variant_is_copied_over_its_own_model_only(pair: Pair, tmp_path: Path) -> None:
+    expected = dict(pair.expected)
+    for seed, (name, client) in enumerate(pair.clients.items(), 1):
+        module = tools.mlp(512, 6, seed)
+        module[10] = tools.mlp(512, 6, 9)[10]  # equal for both tenants, like the models' biases
+        torch.save(module.state_dict(), tmp_path / "own.pt")
+        client.register(f"{name}-2", like=name, weights=tmp_path / "own.pt")
+        expected[f"{name}-2"] = tools.eager(module, pair.x)
+    before = "theirs"
+    pair.ask(before)
+    for name in ("mine", "mine-2", "mine", "theirs-2", "theirs", "theirs-2") * 3:
+        answer = pair.clients[name.removesuffix("-2")].infer(name, pair.x)
+        assert tools.is_bit_equal(output(answer), expected[name]), name
+        pair.wait_until_arena_is_bounded()
+        assert bool(answer.timing.resident_bytes) == (name[0] == before[0])
+        before = name
+
+
 def test_each_tenant_keeps_its_process_and_a_third_waits(pair: Pair) -> None:
     pair.ask("mine")
     pair.ask("theirs")
