@@ -13,7 +13,6 @@ from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from fake_cuda import World
 
@@ -36,7 +35,6 @@ from pipeswitch.ipc.messages.base import (
 )
 from pipeswitch.ipc.messages.daemon import (
     CommitCopy,
-    CopyPart,
     DaemonSettings,
     GroupCopy,
     OpenCommits,
@@ -290,25 +288,6 @@ def test_chunks_cover_a_group_and_stop_at_registrations() -> None:
         for done in [sum(s for *_, s in pieces[:i]) for i in range(len(pieces))]
     ]
     assert list(chunks(group(0, 0))) == [(0, 0, 0)]
-
-
-def test_only_the_parts_of_a_group_are_copied_and_its_fence_follows_them(rig: Rig) -> None:
-    data = random.Random(4).randbytes(4 * MIB)
-    rig.fill_store(0, data)
-    rig.run(order(1, [MIB, MIB, MIB]))
-    parts = (CopyPart(3 * MIB, 100, 50), CopyPart(3 * MIB + 500, 9000, 70_000))
-    whole = order(2, [MIB, MIB, MIB])
-    groups = [
-        msgspec.structs.replace(one, parts=parts if index == 1 else ())
-        for index, one in enumerate(whole.groups)
-    ]
-    ended = rig.run(msgspec.structs.replace(whole, groups=tuple(groups)))
-    assert (ended.is_complete, ended.copied_bytes) == (True, 70_050)
-    expected = bytearray(data[: 3 * MIB])
-    for source, at, size in parts:
-        expected[MIB + at : MIB + at + size] = data[source : source + size]
-    assert rig.arena(MIB, 3 * MIB) == expected
-    assert list(memoryview(rig.arena(0, 12)).cast("I")) == [2, 2, 2]
 
 
 def test_a_refused_registration_costs_speed_and_nothing_else() -> None:

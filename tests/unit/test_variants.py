@@ -29,15 +29,18 @@ class Variants(Rig):
     def __init__(self, arena_mib: int = 22, **settings: Any) -> None:
         self.orders: list[TransmitModel] = []
         super().__init__(arena_bytes=arena_mib * MIB, **settings)
-        for name in ("a", "b", "c", "ada.d", "ada.e", "all", "older"):
+        for name in ("a", "b", "c", "ada.d", "ada.e", "all", "older", "code"):
             self.register(name, 20)
 
     def built(self, name: str, mib: int, op_id: Any) -> None:
         program = program_of(f"digest {name}", mib * MIB)
         if name != "older":
             program = variant_of(program, name, OWN.get(name, ()))
+        manifest = program.manifest
+        if name == "code":
+            manifest = structs.replace(manifest, mode="module")
         done = BuildDone(model=name, op_id=op_id, digest=f"digest {name}")
-        self.handle(received(done, manifest=program.manifest))
+        self.handle(received(done, manifest=manifest))
 
     def _take(self, commands: list[ev.Command]) -> None:
         super()._take(commands)
@@ -105,8 +108,10 @@ def test_the_variant_that_is_cheapest_to_bring_back_loses_its_place() -> None:
     assert rig.state.replicas["c"].residency.state is Residency.RESIDENT
 
 
-@pytest.mark.parametrize(("first", "then"), [("a", "ada.d"), ("a", "older"), ("older", "a")])
-def test_models_of_other_tenants_and_earlier_releases_share_nothing(
+@pytest.mark.parametrize(
+    ("first", "then"), [("a", "ada.d"), ("a", "older"), ("older", "a"), ("code", "a")]
+)
+def test_models_of_other_tenants_earlier_releases_and_modules_share_nothing(
     rig: Variants, first: str, then: str
 ) -> None:
     rig.served(first)

@@ -154,7 +154,7 @@ class Residents:
             )
             for index in order[len(rows) :]
         ]
-        transfer.order, transfer.share, transfer.sizes = tuple(order), 1.0, ()
+        transfer.order, transfer.share = tuple(order), 1.0
         if ranges is not None:
             groups = self._only(replica, groups, ranges)
         device.daemon.send(
@@ -172,8 +172,8 @@ class Residents:
 
     @staticmethod
     def _only(replica: DeviceModel, groups: list[GroupCopy], ranges: Ranges) -> list[GroupCopy]:
-        """Return the copies of only the ranges, and record their sizes."""
-        manifest, transfer, first = replica.built, replica.transfer, replica.first_fence
+        """Return the copies of only the ranges, and record their size."""
+        manifest, first = replica.built, replica.first_fence
         copies = [
             replace(
                 one,
@@ -181,10 +181,9 @@ class Residents:
             )
             for one in groups
         ]
-        sizes = [one.copied_bytes for one in copies]
-        replica.resident_bytes = manifest.total_bytes - sum(sizes)
-        transfer.share = sum(sizes) / manifest.total_bytes
-        transfer.sizes = (*([0] if len(sizes) < len(transfer.order) else ()), *sizes)
+        copied_bytes = sum([one.copied_bytes for one in copies])
+        replica.resident_bytes = manifest.total_bytes - copied_bytes
+        replica.transfer.share = copied_bytes / manifest.total_bytes
         return copies
 
     def _rows(self, replica: DeviceModel, runs: Sequence[Run]) -> list[GroupCopy]:
@@ -269,9 +268,8 @@ class Residents:
         core.counts["transmitted_bytes"] += message.copied_bytes
         core.counts["transmissions"] += 1
         groups, order = replica.built.groups, replica.transfer.order
-        sizes = replica.transfer.sizes or [groups[index].size_bytes for index in order]
         ends_ms, track = message.group_ends_at_ms, device.track("copy")
-        begins_ms = (message.started_at_ms, *ends_ms)
+        begins_ms, is_whole = (message.started_at_ms, *ends_ms), replica.transfer.share == 1.0
         core.emit(
             Spans(
                 spans=[
@@ -281,12 +279,10 @@ class Residents:
                         + ", rows" * (index < 0),
                         begin_ms=begin,
                         end_ms=max(begin, end),
-                        args={"bytes": size} if index >= 0 else {},
+                        args={"bytes": groups[index].size_bytes} if index >= 0 and is_whole else {},
                         flow=message.op_id,
                     )
-                    for index, size, begin, end in zip(
-                        order, sizes, begins_ms, ends_ms, strict=False
-                    )
+                    for index, begin, end in zip(order, begins_ms, ends_ms, strict=False)
                 ]
             )
         )

@@ -21,9 +21,10 @@ class Variants:
         self._families: dict[Layout, Family] = {}
 
     def join(self, replica: DeviceModel, manifest: Manifest) -> None:
-        """Add a model that does not stream to the models with its layout."""
+        """Add a model that does not stream to the models with its layout. A module is not added:
+        on cuda its code may have changed the bytes."""
         layout = layout_of(replica.model.tenant, manifest)
-        if layout is None:
+        if layout is None or manifest.mode == "module":
             return
         family = self._families.setdefault(layout, Family())
         family.members[replica.name] = manifest

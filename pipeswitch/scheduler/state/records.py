@@ -164,7 +164,6 @@ class Transfer:
     retry_at_ms: float = 0.0  # earliest retry after a failed copy
     order: tuple[int, ...] = ()  # groups in the order of their copies; below 0: rows
     share: float = 1.0  # part of the model's bytes that is copied; the rest was a variant's
-    sizes: tuple[int, ...] = ()  # bytes copied of each group in ``order``; empty: all of them
     by_rows: tuple[Run, ...] = ()  # the runs whose rows are copied first, until the copy ends
 
 
