@@ -367,9 +367,10 @@ def _shown_at_start(folder: Path, runtime: str) -> dict[str, Any]:
         server.tell_losses()
         _handle_inbox(server)
         images, registry = {}, server.scheduler.registry
-        for one in list(registry.registrations.values()):
-            model = server.scheduler.machine.models[one.model]
-            if model.state.state is not ModelState.STORING:
+        # A model that shares damaged bytes is stored again, without them.
+        for one in 2 * list(registry.registrations.values()):
+            model = server.scheduler.machine.models.get(one.model)
+            if model is None or model.state.state is not ModelState.STORING:
                 continue
             image, fields = bytearray(model.built.total_bytes), {"model": one.model}
             message: Any = StoreFailed(**fields, op_id=one.build_id, reason="")
