@@ -134,7 +134,7 @@ def _linear(
         result = call(x, weight, bias, *own)
         return _finished(result, *later)
     result = call(_with_rows(x, missing_rows), weight, bias, *own)
-    return _finished(result[:-missing_rows].view(*x.shape[:-1], weight.shape[0]), *later)
+    return _finished(_own_rows(result, x, missing_rows), *later)
 
 
 def _linear_add(
@@ -146,12 +146,11 @@ def _linear_add(
         result = call(x, other, weight, bias, "add")
         return result
     wide = _with_rows(x, missing_rows), _with_rows(other, missing_rows)
-    result = call(*wide, weight, bias, "add")
-    return result[:-missing_rows].view(*x.shape[:-1], weight.shape[0])
+    return _own_rows(call(*wide, weight, bias, "add"), x, missing_rows)
 
 
 def _missing_rows(x: torch.Tensor, weight: torch.Tensor) -> int:
-    """Return how many rows of zeros to add to an input, for speed or for the bits that a row has in
+    """Return how many rows to add to an input, for speed or for the bits that a row has in
     a batch; 0: none."""
     rows = math.prod(x.shape[:-1])
     is_few = 0 < rows < _FAST_ROWS
@@ -160,7 +159,14 @@ def _missing_rows(x: torch.Tensor, weight: torch.Tensor) -> int:
 
 
 def _with_rows(x: torch.Tensor, count: int) -> torch.Tensor:
+    if count == _FAST_ROWS - 1 and x.dim() > 1:  # the only row is repeated: a call less than zeros
+        return x.expand(_FAST_ROWS, *x.shape[1:])
     return torch.nn.functional.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, count))
+
+
+def _own_rows(result: torch.Tensor, x: torch.Tensor, count: int) -> torch.Tensor:
+    rows = result[:-count]
+    return rows if rows.dim() == x.dim() else rows.view(*x.shape[:-1], result.shape[-1])
 
 
 def _linear_int8(
