@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -194,10 +195,15 @@ def test_a_check_names_every_problem_and_passes_a_good_file(tmp_path: Path) -> N
     path = tmp_path / "p.toml"
     doors = '[gateway]\ntls_cert = "cert"\ntls_key = "key"\ntokens = "tokens"\n'
     path.write_text(doors + MODELS)
-    done = command("config", "check", str(path), cwd=tmp_path)
+    (tmp_path / "own_configured.py").write_text(FACTORIES)
+    more: dict[str, Any] = {"cwd": tmp_path, "environment": {"PYTHONPATH": str(tmp_path)}}
+    done = command("config", "check", str(path), **more)
     assert "[[model]] forgotten: torchvision:resnet18 needs weights" in done.stderr
-    path.write_text(doors + MODELS.replace('"torchvision:resnet18"', '"own:net"'))
-    done = command("config", "check", str(path), "--json", cwd=tmp_path)
+    assert "[[model]] typo: torchvision has no model" in done.stderr
+    assert "own_configured" not in done.stderr
+    for wrong in ("torchvision:resnet18", "torchvision:resnet5"):
+        path.write_text(path.read_text().replace(wrong, "own_configured:slow"))
+    done = command("config", "check", str(path), "--json", **more)
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["models"]) == 5
     path.write_text('[gateway]\ntls_cert = "cert"\n[[model]]\nname = "a"\nsource = "no.bundle"')
