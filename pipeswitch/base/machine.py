@@ -1,9 +1,10 @@
-"""Memory within the cgroup's limit, cores that this process may use, and folders on disk."""
+"""Memory within the cgroup's limit, cores of this process, their features, and folders on disk."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import gc
 import math
 import os
@@ -24,6 +25,20 @@ M_ARENA_MAX: Final = -8  # parameter of glibc's mallopt
 RETURN_BYTES: Final = 8 << 20  # growth of private memory since the start after which it is returned
 RETURN_S: Final = 2.0
 RETURN_MAX_S: Final = 30.0  # longest interval between attempts, if these gain little
+
+
+@functools.cache
+def processor_features() -> tuple[str, ...]:
+    """Return the processor's names and features. Builders call this before they are confined: a
+    sandbox may lose access to a file of procfs, whose inode the kernel can drop and make again.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return tuple(
+        sorted({one for one in lines if one.startswith(("flags", "model name", "Features"))})
+    )
 
 
 class FreedMemory:

@@ -15,6 +15,7 @@ import msgspec
 
 from ..base.errors import RegistrationRefused
 from ..base.extras import WRAPPERS
+from ..base.machine import processor_features
 from ..base.model_options import BuildOptions
 from ..base.plain_files import open_regular
 from .graphs.bundle import check_signature, check_trees
@@ -196,20 +197,6 @@ def save_manifest(path: str | os.PathLike[str], manifest: Manifest) -> None:
     content = msgspec.json.encode(manifest)
     digest = hashlib.sha256(content).hexdigest().encode()
     (Path(path) / MANIFEST_FILE).write_bytes(content + b"\n" + digest)
-
-
-@functools.cache
-def processor_features() -> tuple[str, ...]:
-    """Return the processor's names and features. Builders call this before they are confined: a
-    sandbox may lose access to a file of procfs, whose inode the kernel can drop and make again.
-
-    Raises:
-        OSError: they cannot be read.
-    """
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return tuple(
-        sorted({one for one in lines if one.startswith(("flags", "model name", "Features"))})
-    )
 
 
 @functools.cache

@@ -152,6 +152,16 @@ def test_config_schema_is_json() -> None:
     assert json.loads(text)["title"] == "pipeswitch"
 
 
+@pytest.mark.parametrize(("flags", "is_faster"), [("avx512f avx512_bf16", True), ("avx2", False)])
+def test_doctor_recommends_bf16_where_the_processor_has_it(
+    flags: str, is_faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeswitch.cli.doctor.processor_features", lambda: (f"flags\t: {flags}",))
+    _, text, _ = run("doctor", "--no-serving", "--json")
+    [row] = [row for row in json.loads(text) if row["name"] == "precision"]
+    assert ("half of fast" in row["text"]) == is_faster
+
+
 def test_doctor_prints_json_of_its_findings() -> None:
     _, text, _ = run("doctor", "--no-serving", "--json")
     names = {finding["name"] for finding in json.loads(text)}

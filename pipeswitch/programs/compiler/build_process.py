@@ -19,6 +19,7 @@ import msgspec
 
 from ...base.errors import HostStoreFull, PipeSwitchError, RegistrationRefused, to_wire
 from ...base.failpoints import are_enabled, reach
+from ...base.machine import processor_features
 from ...base.units import format_bytes
 from ...ipc.channel import Channel
 from ...ipc.messages.base import ResourceLimits
@@ -26,7 +27,7 @@ from ...ipc.messages.builder import BuildDone, BuildFailed, BuildProgress, Build
 from ...sandbox.confine import confine_builder
 from ..interface.dims import largest, values_text
 from ..interface.layout import Manifest
-from ..spec import BUNDLE_FILE, MANIFEST_FILE, BuildSpec, files_of, needs_more, processor_features
+from ..spec import BUNDLE_FILE, MANIFEST_FILE, BuildSpec, files_of, needs_more
 from . import hub
 
 
