@@ -27,12 +27,12 @@ from .models import MIB, MODELS, BenchModel
 from .serving import SLICE_ROOM_BYTES, Training, ask
 from .trials import Arm, Numbers, Run, paired_differences, ratio
 
-ROUNDS: Final = 30
+ROUNDS: Final = 16
 QUICK_ROUNDS: Final = 10
 RANK: Final = 8
 FEW: Final = 3  # with room for two, each of three variants is cold
 LARGE_BYTES: Final = 200 * MIB  # a larger model has only a few variants of each kind
-STORED: Final = 56  # number of models in the host store
+STORED: Final = (56, 20)  # number of models in the host store; of large ones
 MAX_LAST_MS: Final = 2.0  # limit of cold minus resident if only the last layer differs
 MAX_SHARES: Final = {"adapters": 0.4, "all layers": 1.1}  # limits of the bill / the control's
 KINDS: Final = ("last layer", "last two layers", "adapters", "all layers", "control")
@@ -96,7 +96,7 @@ def _measure(bench: Run, model: BenchModel, folder: Path) -> None:
     programs = folder / "state" / "models"
     options: dict[str, Any] = {
         "arena": str(2 * model.room_bytes + SLICE_ROOM_BYTES),
-        "host_store": str(STORED * model.room_bytes),
+        "host_store": str(STORED[model.room_bytes > LARGE_BYTES] * model.room_bytes),
         "state_dir": folder / "state",
         "args": ("--threads", str(bench.threads)),
     }
