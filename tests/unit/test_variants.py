@@ -85,9 +85,7 @@ def test_a_variant_takes_an_idle_ones_place_and_only_what_differs_is_copied(rig:
     assert "b takes its place" in rig.state.replicas["a"].residency.story[-1]
     both = CopyPart(rig.at("c", 0), 0, LAYER), CopyPart(rig.at("c", 3 * LAYER), LAYER, LAYER)
     assert rig.served("c") == [both[:1], both[1:]]
-    assert rig.served("all") == [
-        (CopyPart(rig.at("all", 2 * LAYER * index), 0, 2 * LAYER),) for index in (0, 1)
-    ]
+    assert rig.served("all") == [None, None]
 
 
 def test_with_room_elsewhere_both_stay() -> None:

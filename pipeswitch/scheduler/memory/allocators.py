@@ -51,6 +51,13 @@ class Streamed(Extent):
     staging: StagingLayout
 
 
+@dataclass(frozen=True)
+class VariantPlace(Extent):
+    """Place of an idle variant, with the ranges in which it differs from the model."""
+
+    ranges: Ranges
+
+
 class ArenaAllocator:
     """Ledgers of one device: its memory, and the fences in it.
 
@@ -169,7 +176,8 @@ class ArenaAllocator:
             home = self.regions.window_at(replica.preferred_offset_bytes, size, costs)
             if home is not None and home.cost <= best.cost:
                 best = home
-        if replica.family is not None and last is None:
+        is_tried = self._device.trial.model == replica.name  # then its whole copy is timed
+        if replica.family is not None and last is None and not is_tried:
             return self._in_place(replica, best, costs)
         return best
 
@@ -190,7 +198,8 @@ class ArenaAllocator:
                 if model.base == other.model.base and model.serving.state is VersionState.CURRENT:
                     cost = ()  # as for a place without victims
                 if (cost, share) < price:
-                    price, best = (cost, share), Extent(region.offset_bytes, (region,), cost)
+                    ranges, price = family.difference(replica.name, other.name), (cost, share)
+                    best = VariantPlace(region.offset_bytes, (region,), cost, ranges)
         return best
 
     def window_after_packing(self, size_bytes: int, costs: Costs) -> Extent | None:

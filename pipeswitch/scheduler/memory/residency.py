@@ -21,7 +21,7 @@ from ..state.records import DeviceModel
 from ..state.regions import Extent
 from ..state.states import ModelState, Residency, ResidencyEvent
 from ..state.variants import Ranges, parts_of
-from .allocators import WHOLE, ArenaAllocator, RingPlace, Streamed
+from .allocators import WHOLE, ArenaAllocator, RingPlace, Streamed, VariantPlace
 from .variants import Variants
 
 ROW_COST_BYTES: Final = 256 << 10  # on a GPU, a row's call takes as long as copying this much
@@ -122,12 +122,9 @@ class Residents:
         assert manifest is not None
         transfer, ranges, store = replica.transfer, None, replica.model.store_offset_bytes
         whole, model = ((0, manifest.total_bytes),), replica.model
-        if (
-            replica.family is not None
-            and (old := self._variants.replaced(replica, window)) is not None
-        ):
-            ranges = replica.family.difference(replica.name, old.name)
-            self.evict(old, f"{replica.name} takes its place and what they share")
+        if isinstance(window, VariantPlace):
+            ranges = window.ranges
+            self.clear(window, f"{replica.name} takes its place and what they share")
         there = self._take(replica, window, cause)
         staging = replica.staging
         self._device.move(replica, ResidencyEvent.TRANSMIT, cause)

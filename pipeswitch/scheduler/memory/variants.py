@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from ...ipc.messages.base import ModelName
 from ...programs.interface.layout import Manifest
 from ..state.device_state import DeviceState
 from ..state.records import DeviceModel
-from ..state.regions import Extent
 from ..state.states import Residency
 from ..state.variants import Family, Layout, layout_of
 
@@ -41,18 +39,6 @@ class Variants:
                 if not family.members:
                     del self._families[layout]
         replica.family = None
-
-    def replaced(self, replica: DeviceModel, window: Extent) -> DeviceModel | None:
-        """Return the complete variant whose place the window is; None if it is another place.
-        A model whose groups are tried is copied whole, since its copy is timed."""
-        if len(window.victims) != 1 or self._device.trial.model == replica.name:
-            return None
-        [(offset_bytes, _, owner)] = window.victims
-        family, old = replica.family, self._device.replicas.get(ModelName(owner.name))
-        if owner.kind != "model" or old is None or offset_bytes != window.offset_bytes:
-            return None
-        is_variant = family is not None and old.name in family.members
-        return old if is_variant and old.residency.state is Residency.RESIDENT else None
 
     def _share(self, replica: DeviceModel) -> float:
         """Return the part of its bytes that a model's copy brings, or its next copy may bring."""
