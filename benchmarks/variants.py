@@ -27,7 +27,7 @@ from .models import MIB, MODELS, BenchModel
 from .serving import SLICE_ROOM_BYTES, Training, ask
 from .trials import Arm, Numbers, Run, paired_differences, ratio
 
-ROUNDS: Final = 16
+ROUNDS: Final = 12
 QUICK_ROUNDS: Final = 10
 RANK: Final = 8
 FEW: Final = 3  # with room for two, each of three variants is cold
