@@ -189,7 +189,8 @@ class Demo:
         with contextlib.ExitStack() as stack:
             context = server(arena=plan.arena, host_store=plan.host_store, http=http)
             try:
-                running = stack.enter_context(context)
+                with self._console.status("it starts its processes"):  # shows that it lives
+                    running = stack.enter_context(context)
             except RuntimeError as error:  # its text has the server's output
                 raise PipeSwitchError(str(error).strip()) from None
             stack.enter_context(self._log_on_failure(running))
@@ -203,7 +204,8 @@ class Demo:
         _, _, facts = running.ready_line.partition(" device ")
         self._say(f"device {facts}, {self._threads} compute thread(s)")
         self._register(client)
-        rate_per_s = self._warm_up(client)
+        with self._console.status("first requests to each model"):
+            rate_per_s = self._warm_up(client)
         training_began_s = time.monotonic()
         stop_file = self._folder / "stop"
         job = client.train(
@@ -304,12 +306,13 @@ class Demo:
         return self._plan.load * 1000.0 / demo_report.mean(totals_ms)
 
     def _wait_for_first_step(self, client: Client, job: Task) -> None:
-        for record in client.events("job.", timeout_s=START_WAIT_S):
-            if record["topic"] == "job.progress" and int(record["step"]) > 0:
-                self._say(f'training "{JOB}": a CNN on scikit-learn\'s digits')
-                return
-            if record["topic"] == "job.failed":
-                break
+        with self._console.status(f'the job "{JOB}" starts'):
+            for record in client.events("job.", timeout_s=START_WAIT_S):
+                if record["topic"] == "job.progress" and int(record["step"]) > 0:
+                    self._say(f'training "{JOB}": a CNN on scikit-learn\'s digits')
+                    return
+                if record["topic"] == "job.failed":
+                    break
         raise TaskFailed(f"the training job made no step: {job.status()['error'] or 'no error'}")
 
     def _measure_alone(self, job: Task, what: str) -> tuple[float, int]:
