@@ -394,6 +394,8 @@ def test_who_watches_the_health_without_a_token_takes_no_more_than_a_share_of_th
 @pytest.mark.parametrize("verb", ["ModelInfer", "ModelStreamInfer", "ServerLive", "reflection"])
 def test_a_call_whose_half_message_is_too_much_for_its_address_is_refused(verb: str) -> None:
     class Service:
+        probe = None
+
         def principal(self, token: str) -> None: ...
 
     class Half(Context):
