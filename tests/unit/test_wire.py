@@ -65,7 +65,7 @@ def value_of(kind: Any) -> st.SearchStrategy[Any]:
         return bodies
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return struct_of(kind)
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and (dataclasses.is_dataclass(kind) or issubclass(kind, tuple)):
         hints = typing.get_type_hints(kind)
         return st.builds(kind, **{name: value_of(one) for name, one in hints.items()})
     return {
