@@ -470,6 +470,7 @@ class Introspection:
             "store_capacity_bytes": store.capacity_bytes,
             "store_free_bytes": store.free_bytes,
             "store_offloaded_bytes": store.withheld_bytes,
+            "store_shared_bytes": self._machine.store.shared_bytes,
             "models": len(self._machine.models),
             "jobs": sum(row["jobs"] for row in rows),
             "workers": sum(row["workers"] for row in rows),

@@ -74,6 +74,7 @@ def test_a_variant_takes_only_what_differs() -> None:
         one = store.add(f"v{number}", COUNT - 1)
         assert store.ledger.sharing(one)["shared_bytes"] == TOTAL - LAYER
     assert store.held == TOTAL + 31 * LAYER
+    assert store.ledger.shared_bytes == 31 * (TOTAL - LAYER)
     store.add("ends", 0, 3, 4, COUNT - 1)
     store.check()
 

@@ -468,8 +468,13 @@ class HostStoreAllocator:
                 self._places.setdefault(layout, []).append(place)
         else:
             model.image = image_of(total_bytes, ranges, own, place.region.offset_bytes)
-        place.users[model.name] = total_bytes - own_bytes
+        place.users[model.name] = total_bytes - own_bytes if model.image else 0
         self._used[model.name] = place
+
+    @property
+    def shared_bytes(self) -> int:
+        """Number of bytes that models would have beyond their own if they shared none."""
+        return sum([place.users[name] for name, place in self._used.items()])
 
     def sharing(self, model: Model) -> dict[str, Any]:
         """Return the fields of a model's row that say which bytes it shares with whom."""
