@@ -34,7 +34,7 @@ FEW: Final = 3  # with room for two, each of three variants is cold
 LARGE_BYTES: Final = 200 * MIB  # a larger model has only a few variants of each kind
 STORED: Final = (56, 20)  # number of models in the host store; of large ones
 MAX_LAST_MS: Final = 2.0  # limit of cold minus resident if only the last layer differs
-MAX_SHARES: Final = {"adapters": 0.4, "all layers": 1.1}  # limits of the bill / the control's
+MAX_SHARES: Final = {"adapters": 0.4, "all layers": 1.1}  # limits of the wait / the control's
 KINDS: Final = ("last layer", "last two layers", "adapters", "all layers", "control")
 
 
@@ -179,14 +179,15 @@ def _findings(bench: Run, case: str, kinds: Sequence[str]) -> None:
     def values(kind: str, key: str) -> tuple[list[float], list[float]]:
         return bench.values(case, kind, key), bench.values(case, f"{kind}, resident", key)
 
-    def bill_ms(kind: str) -> float:
-        return quantile(paired_differences(*values(kind, "bill_ms")), 0.5)
+    def median_ms(kind: str, key: str) -> float:
+        return quantile(paired_differences(*values(kind, key)), 0.5)
+
+    wait_ms = partial(median_ms, key="total_ms")
 
     for kind in kinds:
         what, limit = f"{case}, {kind}", MAX_LAST_MS if kind.startswith("last layer") else None
-        wait_ms = quantile(paired_differences(*values(kind, "total_ms")), 0.5)
         bench.find(f"{what}: copied, p50", bench.p50(case, kind, "copied_mib"), "MiB")
-        bench.find(f"{what}: wait", wait_ms, "ms", at_most=limit)
-        bench.find(f"{what}: bill", bill_ms(kind), "ms")
-        share = ratio(bill_ms(kind), bill_ms("control"))
-        bench.find(f"{what}: bill / control", share, at_most=MAX_SHARES.get(kind))
+        bench.find(f"{what}: wait", wait_ms(kind), "ms", at_most=limit)
+        bench.find(f"{what}: bill", median_ms(kind, "bill_ms"), "ms")
+        share = ratio(wait_ms(kind), wait_ms("control"))
+        bench.find(f"{what}: wait / control", share, at_most=MAX_SHARES.get(kind))

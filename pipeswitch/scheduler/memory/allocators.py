@@ -30,6 +30,7 @@ SOON_FREE: Cost = (0.0, 0.0, 1.0, 0.0)
 JOB_LEAVES: Cost = (0.0, 1.0, 0.0, 0.0)
 MAX_COMPARED = 8  # number of places with which a newcomer's tensors are compared
 KEPT_WEIGHT = 4.0  # weight of the groups that a streaming model keeps: each pass reads them
+HOME_WEIGHT = 0.5  # weight of a variant at a model's home, where its views and graphs are valid
 WHOLE = (Residency.TRANSMITTING, Residency.ABANDONED, Residency.RESIDENT, Residency.PINNED)
 STAYS = (  # states of a job whose slice stays unless it is ordered to leave
     TaskState.TRANSMITTING,
@@ -184,8 +185,8 @@ class ArenaAllocator:
     def _in_place(self, replica: DeviceModel, best: Extent, costs: Costs) -> Extent:
         """Return an idle variant's place if the model costs less there.
 
-        A variant costs the policy's price for the part of it that would have to be copied back, and
-        nothing if the model is the version that replaced it.
+        A variant costs the policy's price for the part of it that would have to be copied back,
+        less at the model's home, and nothing if the model is the version that replaced it.
         """
         family, price, model = replica.family, (best.cost, 1.0), replica.model
         for region, cost in zip(self.regions, costs, strict=True):
@@ -194,7 +195,8 @@ class ArenaAllocator:
                 continue
             if other.residency.state is Residency.RESIDENT:
                 share = family.share(other.name, replica.name)
-                cost = tuple([share * part for part in cost])
+                is_home = region.offset_bytes == replica.preferred_offset_bytes
+                cost = tuple([share * part * (HOME_WEIGHT if is_home else 1.0) for part in cost])
                 if model.base == other.model.base and model.serving.state is VersionState.CURRENT:
                     cost = ()  # as for a place without victims
                 if (cost, share) < price:
