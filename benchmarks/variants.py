@@ -2,7 +2,7 @@
 
 A training job runs, and the arena has room for two models. Each arm asks for the variant of its
 kind that it asked for longest ago, while two others of its kind are on the device; so each answer
-is cold, except with two variants, which both stay. The control's variants have no digests, as if
+is cold. The control's variants have no digests, as if
 an earlier release had built them: they are copied whole.
 """
 
@@ -89,7 +89,7 @@ def run(bench: Run, models: Sequence[str]) -> None:
     for name in bench.usable(models or names):
         with tempfile.TemporaryDirectory(prefix="pipeswitch-bench-") as folder:
             _measure(bench, MODELS[name], Path(folder))
-    bench.notes.append("wait: total of cold minus resident, p50 of pairs; bill: switch + stall")
+    bench.notes.append("wait and bill: cold minus resident, p50 of pairs; bill: of switch + stall")
 
 
 def _measure(bench: Run, model: BenchModel, folder: Path) -> None:

@@ -1,9 +1,9 @@
 """Loader of a built program's tensors into the host store, verified by digests.
 
 A model's image in the store has the layout of its region (``programs/interface/layout.py``):
-tensors at their offsets, zeros between and after them. So a layer group is one contiguous copy.
-Two models share bytes if their manifests say so, and a client's builder writes a manifest: each
-tensor must match its own digest (ADR 68).
+tensors at their offsets, zeros between and after them. So a layer group is one contiguous copy,
+unless bytes are shared. Models share bytes of equal digests, and a client's builder writes these:
+each tensor is checked (ADR 68).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class UnusableModel(Exception):
 
 
 class Part(NamedTuple):
-    """Range of a model in the store; tensors lie in one part each."""
+    """Range of a model in the store; each tensor lies in one part."""
 
     offset_bytes: int  # from the start of the model's region
     view: memoryview

@@ -12,7 +12,10 @@ from .base.errors import ConfigError
 from .scheduler.policies import MAKERS, Maker, Policy
 from .scheduler.policies.guard import FAILURES, PolicyGuard, described, settings_of
 
-HINT = "docs/scheduling.md shows one: in this folder or on PYTHONPATH, called with max_wait_ms"
+HINT = (
+    "docs/scheduling.md shows one, called with max_wait_ms; it must be in the current folder "
+    "or on PYTHONPATH"
+)
 
 
 def find_policy(name: str, *, max_wait_ms: float) -> Policy:

@@ -434,7 +434,7 @@ class _Reader:
         ]
         for index, model in enumerate(models):
             if not model.keys() & {"source", "like"}:
-                self.complain(f"[[model]] {index} source: is required", "model")
+                self.complain(f"[[model]] {index} source: is required, or like", "model")
         names = [model.get("name") for model in models]
         for name in dict.fromkeys(name for name in names if name and names.count(name) > 1):
             self.complain(f"[[model]] name: {name!r} appears twice", "model")

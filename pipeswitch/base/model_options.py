@@ -131,7 +131,7 @@ class BuildOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     adapter: Annotated[
         Text,
         option(
-            "folder of an adapter of peft (LoRA), merged into the weights of hf: (owner's socket)",
+            "folder of a peft adapter (LoRA), merged into the weights of a source hf: (owner only)",
             metavar="FOLDER",
         ),
     ] = ""
@@ -230,7 +230,7 @@ class ModelOptions(BuildOptions, frozen=True, kw_only=True):
     like: Annotated[
         Text,
         option(
-            "instead of a source: a registered model; only weights (a file) or adapter differ",
+            "instead of a source: a registered model, whose program gets these weights or adapter",
             metavar="NAME",
         ),
     ] = ""

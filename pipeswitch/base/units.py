@@ -82,7 +82,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_number(number: float) -> str:
-    """Format a number for people: three significant digits, as in 0.00, 3.30e-06, 1.25 or 1234."""
+    """Format a number for people: three significant digits, or whole: 3.30e-06, 1.25, 1234."""
     if 99.95 <= abs(number) < 1e15:
         return f"{number:.0f}"
     return f"{number:#.3g}" if number else "0.00"
@@ -133,7 +133,7 @@ class SizeSpec:
         if 0 < number <= 1:
             return SizeSpec(fraction=number)
         if 1 < number < 1 << 20:
-            raise ValueError(f"{text!r} is a number of bytes; write {text}GiB or {text}MiB")
+            raise ValueError(f"{text!r} is only {text} bytes; write {text}GiB or {text}MiB")
         return SizeSpec(size_bytes=parse_size(text))
 
     def __str__(self) -> str:

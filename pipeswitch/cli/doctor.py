@@ -268,7 +268,7 @@ def _precision() -> list[Finding]:
     features = {word for line in processor_features() for word in line.split()}
     text = "bf16 saves bytes, not time: no instructions for bfloat16"
     if features & {"avx512_bf16", "amx_bf16", "bf16"}:
-        text = "bf16 (--precision) takes about half of fast's time, int8 less with --generate"
+        text = "bf16 (--precision) takes about half of fast's time"
     return [Finding("precision", "ok", text)]
 
 

@@ -21,7 +21,7 @@ GROUPS: Final[Mapping[str, str]] = {
     "Serve": "serve stop ping doctor config",
     "Models": "register unregister models show load unload infer chain run chat generate sequences",
     "Jobs": "train jobs",
-    "Look": "ps top stats trace ui",
+    "Inspect": "ps top stats trace ui",
     "Plan": "profile plan simulate",
     "Cluster": "cluster keys",
 }

@@ -62,11 +62,11 @@ def register(
 
     SOURCE is torchvision:resnet152, hf:bert-base-uncased, FILE.bundle, FILE.pt2, FILE.pt (of
     TorchScript, with --input) or package.module:factory; or --from-job names the job that trained
-    a registered model.
+    a registered model, or --like a registered model.
     """
     if bool(source) + bool(from_job) + as_version + bool(options["like"]) != 1:
         raise click.UsageError(
-            "give SOURCE, --from-job JOB[@STEP], or --weights FILE with --like NAME or --as-version"
+            "give SOURCE, --like NAME, --from-job JOB[@STEP], or --weights FILE --as-version"
         )
     if part and not from_job:
         raise click.UsageError("--part needs --from-job JOB")

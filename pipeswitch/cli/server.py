@@ -60,7 +60,7 @@ SETTINGS: Final[Mapping[str, str]] = {
     "--gateway-roles": "gateway.roles",
     "--gateway-tokens": "gateway.tokens",
 }
-"""Options of ``serve``, with the settings that they overrule."""
+"""Options of ``serve``, with the settings that they override."""
 REPEATED: Final = ("--device", "--allow-code")
 
 

@@ -109,7 +109,8 @@ class Loop:
         return look_s if gateway_s is None else min(look_s, gateway_s)
 
     def _tell_progress(self, now_s: float) -> None:
-        """Report what the start waits for, to a manager and on stderr, when that changes."""
+        """Report what the start waits for, to a manager and on stderr, when that changes; else
+        only extend the manager's timeout."""
         status = self._server.why_not_ready
         progress = status.rpartition(",")[0]  # without the seconds
         is_other, self._tell_at_s = progress != self._progress, now_s + TELL_EVERY_S

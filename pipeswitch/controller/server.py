@@ -124,7 +124,7 @@ class Server:
         if self.scheduler.core.is_draining:
             return DRAINING
         if not self.scheduler.is_ready:
-            return "it starts its processes"
+            return "starting its processes"
         effects = self.effects
         names = [*dict.fromkeys([*effects.restored.values(), *effects.first_attempts.values()])]
         self._prepares = max(self._prepares, len(names))

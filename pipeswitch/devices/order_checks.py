@@ -16,7 +16,7 @@ def check_order(
 ) -> None:
     """Check that a transmission stays within its region, the store and the fences.
 
-    A copy without parts is valid: it only sets the fence of a group that is still resident.
+    A copy with empty ``parts`` is valid: it only sets the fence of a group that is still resident.
 
     Raises:
         RemoteProtocolError: a number is wrong; the text says which.
@@ -48,7 +48,9 @@ def check_order(
         for source, at, part_bytes in whole if group.parts is None else group.parts:
             begin, position = position, at + part_bytes
             if not begin <= at <= position <= size:
-                raise RemoteProtocolError(f"group {index} has parts that are not its own")
+                raise RemoteProtocolError(
+                    f"group {index} has parts that overlap, or lie outside of it"
+                )
             check_range(f"group {index}", source, part_bytes, store_bytes)
 
 

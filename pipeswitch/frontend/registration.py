@@ -48,11 +48,11 @@ def check(request: RegisterRequest) -> None:
     allowed = OF_A_VARIANT if request.like else OF_A_VERSION
     others = ", ".join(sorted(request.body().keys() - allowed))
     if (request.as_version or request.like) and (others or not has_file):
-        what = f"omit {others}" if others else f"weights {request.weights!r} are not a file"
+        missing = "--weights FILE is missing"
+        what = f"weights {request.weights!r} are not a file" if request.weights else missing
         raise InvalidInput(
             f"a new {'model like another' if request.like else 'version'} changes only the weights "
-            "and the precision of a registered model: "
-            + (what if request.weights else "--weights FILE is missing"),
+            f"and the precision of a registered model: {f'omit {others}' if others else what}",
             hint="pipeswitch register NAME --weights FILE "
             + ("--like OTHER" if request.like else "--as-version"),
         )

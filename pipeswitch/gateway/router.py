@@ -92,7 +92,7 @@ class Router:
             # Anthropic's clients send ``x-api-key``.
             key = f"Bearer {head.headers.get('x-api-key', '')}"
             caller = self._callers.principal(head.headers.get("authorization") or key)
-        if not methods or (route is None and path.endswith(":predict")):  # KServe's first protocol
+        if not methods or (route is None and path.endswith(":predict")):  # KServe's V1 protocol
             raise self._not_found(path)
         if route is None:
             allow = ", ".join("GET, HEAD" if one == "GET" else one for one in methods)

@@ -55,7 +55,7 @@ class RequestTiming(Computed, frozen=True, kw_only=True):
     version: int = 1  # version of the model
     batch: int = 1  # rows of the run, summed over its batched requests
     batched: int = 1  # requests in the run
-    resident_bytes: int = 0  # bytes of a streamed model that were resident, so were not copied
+    resident_bytes: int = 0  # bytes that were on the device and not copied, so were not copied
     streamed: int = 0  # bytes copied by a model that is larger than the arena
     steps: dict[str, RequestTiming] = {}  # for a chain: each step's timing by name
 

@@ -573,7 +573,7 @@ def test_a_request_that_fails_is_told_once(count: int, monkeypatch: pytest.Monke
 def test_ping_waits_for_a_server_that_is_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[Any] = [
         ServerUnavailable("nobody"),
-        {"ready": False, "why": "it starts its processes", "total_ms": 1.0},
+        {"ready": False, "why": "starting its processes", "total_ms": 1.0},
         {"ready": True, "why": "", "total_ms": 1.0},
     ]
 

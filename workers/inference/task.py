@@ -95,8 +95,8 @@ class Programs:
             self.bound(message)
 
     def warm_up(self, message: PrepareModel) -> None:
-        """Run a loaded program with zeros as weights and inputs, unless another task has the turn
-        or too little memory is free; then capture its CUDA graphs."""
+        """Run a loaded program with zeros as weights and inputs, and capture its CUDA graphs,
+        unless another task has the turn or too little memory is free."""
         view, bound, program = self._view, self.bound(message), self._program(message)
         if not view.trim(program.manifest.total_bytes):  # the weights are this process's own
             return

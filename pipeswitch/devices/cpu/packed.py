@@ -159,7 +159,7 @@ def _missing_rows(x: torch.Tensor, weight: torch.Tensor) -> int:
 
 
 def _with_rows(x: torch.Tensor, count: int) -> torch.Tensor:
-    if count == _FAST_ROWS - 1 and x.dim() > 1:  # the only row is repeated: a call less than zeros
+    if count == _FAST_ROWS - 1 and x.dim() > 1:  # the only row is repeated: one call fewer
         return x.expand(_FAST_ROWS, *x.shape[1:])
     return torch.nn.functional.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, count))
 
@@ -201,7 +201,7 @@ def _multiply_bytes(
     sums: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Multiply rows as 8-bit numbers of steps above each row's least element.
+    """Multiply rows as 8-bit offsets from each row's least element.
 
     FBGEMM quantizes all rows in one call: codes, then each row's step and least element. It drops
     NaN, ``amin`` does not. It adds 1e-8 to a row's range, so codes of a smaller range are coarse.
@@ -209,7 +209,7 @@ def _multiply_bytes(
     width = rows.shape[-1]
     quantize = torch.ops.quantized.embedding_bag_byte_prepack.default
     codes, step, _ = quantize(rows).split_with_sizes([width, 4, 4], -1)
-    if width % 4:  # its bytes are not where a float32 may begin
+    if width % 4:  # misaligned for float32
         step = step.clone(memory_format=torch.contiguous_format)
     step = step.view(torch.float32)
     low = rows.amin(-1, keepdim=True)

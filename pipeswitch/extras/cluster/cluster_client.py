@@ -311,7 +311,7 @@ class ClusterVerbs(Members):
         if body.get("as_version") or body.get("like"):
             raise errors.InvalidInput(
                 "a cluster has only one version of each model, and no model like another",
-                hint=f"pipeswitch unregister {model}, then register it with the new weights",
+                hint="give the source, under a name that no model has",
             )
         with self._choosing:
             files = {text for text in body.values() if isinstance(text, str)} & self._files.keys()

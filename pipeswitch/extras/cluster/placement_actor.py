@@ -581,7 +581,7 @@ def start_nodes(
     flags: tuple[str, ...],
     scale: tuple[int, int] | None = None,
 ) -> int:
-    """Start placement and nodes, unless they run already; return how many serve when one does.
+    """Start placement and nodes, unless they run; wait until one serves; return how many do.
 
     Args:
         names: name of each node -> id of Ray's node for it.

@@ -189,7 +189,7 @@ class Demo:
         with contextlib.ExitStack() as stack:
             context = server(arena=plan.arena, host_store=plan.host_store, http=http)
             try:
-                with self._console.status("it starts its processes"):  # shows that it lives
+                with self._console.status("starting its processes"):  # shows that it lives
                     running = stack.enter_context(context)
             except RuntimeError as error:  # its text has the server's output
                 raise PipeSwitchError(str(error).strip()) from None

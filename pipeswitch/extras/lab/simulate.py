@@ -787,7 +787,7 @@ def _headline(facts: dict[str, Any]) -> Text:
         return Text(f"no requests{jobs}; {where}\n")
     tokens = f", {facts['tokens']} tokens" if facts["tokens"] else ""
     clients = f", of each of {facts['tiles']} clients" if "tiles" in facts else ""
-    random_sizes = " (random sizes: --models FILE)" if facts["are_sizes_random"] else ""
+    random_sizes = " (random sizes; real ones: --models FILE)" if facts["are_sizes_random"] else ""
     sizes = f"{format_bytes(facts['models_bytes'])}{random_sizes}"
     return Text(
         f"{facts['trace']} x {facts['speed_up']:g}: {facts['requests']} requests{tokens} of "

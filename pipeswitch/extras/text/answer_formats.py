@@ -45,7 +45,7 @@ class AnswerFormat:
 
     end = b""  # end of a stream
     content_type = EVENT_STREAM
-    hides = False  # show only the prompt
+    hides = False  # True: the answer shows only the prompt
     failed: Callable[[PipeSwitchError], Fields] = staticmethod(body_of)
     encode: Callable[[Mapping[str, Any]], bytes] = staticmethod(sent_event)
     choices: ParallelAnswers  # set before any method is called

@@ -204,7 +204,7 @@ def run(source: str, prompt: str, name: str, **fields: Any) -> None:
     *("--max-tokens", "--max-new-tokens", "max_new_tokens"),
     default=128,
     show_default=True,
-    help="Maximum new tokens.",
+    help="Maximum number of tokens of an answer.",
 )
 @click.option("--temperature", default=0.0, show_default=True, help="0: the most likely token.")
 @click.option("--top-p", default=1.0, show_default=True, help="Total probability to sample from.")

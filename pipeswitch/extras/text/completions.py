@@ -197,12 +197,11 @@ def text_door(context: DoorContext) -> Door:
 def _advice(path: str) -> str:
     """Return what to use in place of a path of Ollama, or of one without ``/v1``."""
     if OLLAMAS.fullmatch(path):
-        return (
-            "pipeswitch run and pipeswitch unregister; /api has chat, generate, embed, tags, show"
-        )
+        return "use pipeswitch run or unregister; /api has chat, generate, embed, tags, show"
     for one in sorted(PATHS, key=len, reverse=True):  # ``/completions`` also ends a chat's path
         if path.endswith(one.removeprefix(PREFIX)):  # the most frequent mistake
-            return f"use POST {one}: the client's base URL ends with {PREFIX}, once"
+            base = "has no /v1" if one.endswith("messages") else f"ends with one {PREFIX}"
+            return f"use {one}: this client's base URL {base}"
     return ""
 
 

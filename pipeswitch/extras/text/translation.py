@@ -1,4 +1,4 @@
-"""Requests of other protocols for texts in OpenAI's words."""
+"""Translation of other protocols' requests for texts to OpenAI's."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Dialect(NamedTuple):
     refused: Sequence[str] = ()  # fields of ``neutral`` whose other values are refused
 
     def read(self, body: Any) -> tuple[Any, Fields, list[str]]:
-        """Return the own fields, the copied ones, and the names of those without effect.
+        """Return the own fields, the copied ones, and the names of those ignored.
 
         Raises:
             InvalidInput: the body is malformed, or has a field that is not supported.

@@ -16,7 +16,7 @@ from typing import Final
 from ...base.roles import OWNER, CallerRegistry, Principal, Role
 from ..http.http_errors import Unauthenticated, WrongHost
 
-NO_KEYS: Final = ("", "EMPTY")  # clients that always send a key send one of these for none
+NO_KEYS: Final = ("", "EMPTY")  # what clients send as the key if they have none
 
 
 class Authenticator:

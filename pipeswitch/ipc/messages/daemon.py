@@ -43,7 +43,7 @@ class StoreModel(Message, frozen=True):
     directory: str  # has manifest.json and the weights file
     store_offset_bytes: int
     size_bytes: int
-    image: tuple[CopyPart, ...] = ()  # parts outside that place are another model's; empty: none
+    image: tuple[CopyPart, ...] = ()  # parts elsewhere are another model's; empty: all is there
 
 
 class ModelStored(Message, frozen=True):
@@ -75,7 +75,7 @@ class GroupCopy(Message, frozen=True):
     row_bytes: int = 0
     indices: tuple[SlabTensor, ...] = ()  # the controller reads ``rows`` from there
     rows: tuple[int, ...] = ()  # ascending
-    parts: tuple[CopyPart, ...] | None = None  # ascending; None: all of it; the rest is there
+    parts: tuple[CopyPart, ...] | None = None  # ascending, others are there; None: all of it
 
     def within(self, start: int, end: int) -> Iterator[CopyPart]:
         """Yield what is copied of a range of the group, without regard to rows."""
@@ -89,7 +89,7 @@ class GroupCopy(Message, frozen=True):
 
     @property
     def copied_bytes(self) -> int:
-        """Number of bytes that are copied, for rows that of the whole table."""
+        """Number of copied bytes; for a copy of rows, the whole table's."""
         return sum([part.size_bytes for part in self.within(0, self.size_bytes)])
 
     def pieces(self) -> Iterator[CopyPart]:

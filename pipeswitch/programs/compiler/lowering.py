@@ -25,7 +25,9 @@ from ..running.executor import PackedKernels
 from .fusing import Derived, quantized, renumbered
 
 MIN_STORED: Final = 1024  # minimum elements of a weight that is stored in bfloat16
-MAX_COARSE: Final = 0.02  # maximum error of a row's product with activations of 8 bits; by its norm
+MAX_COARSE: Final = (
+    0.02  # maximum error of a row's product with 8-bit activations, relative to its norm
+)
 
 _PRODUCTS: Final = """
 matmul mm bmm baddbmm addmm linear einsum conv1d conv2d conv3d convolution conv_transpose1d

@@ -442,7 +442,7 @@ class HostStoreAllocator:
     def take(self, model: Model, *, is_alone: bool = False) -> None:
         """Reserve the model's place; ``is_alone``: it shares no bytes.
 
-        It shares them if at least half are equal, or if it fits only so.
+        It shares them if at least half are equal, or if it would not fit otherwise.
 
         Raises:
             HostStoreFull: there is no room, or the tenant has used its share of the free bytes.
@@ -475,11 +475,11 @@ class HostStoreAllocator:
 
     @property
     def shared_bytes(self) -> int:
-        """Number of bytes that models would have beyond their own if they shared none."""
+        """Number of bytes that sharing saves."""
         return sum([place.users[name] for name, place in self._used.items()])
 
     def sharing(self, model: Model) -> dict[str, Any]:
-        """Return the fields of a model's row that say which bytes it shares with whom."""
+        """Return the fields of a model's row that say how many bytes it shares, and with whom."""
         if not model.image:
             return {}
         place = self._used[model.name]

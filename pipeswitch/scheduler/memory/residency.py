@@ -124,7 +124,7 @@ class Residents:
         whole, model = ((0, manifest.total_bytes),), replica.model
         if isinstance(window, VariantPlace):
             ranges = window.ranges
-            self.clear(window, f"{replica.name} takes its place and what they share")
+            self.clear(window, f"{replica.name} takes its place and reuses equal bytes")
         there = self._take(replica, window, cause)
         staging = replica.staging
         self._device.move(replica, ResidencyEvent.TRANSMIT, cause)

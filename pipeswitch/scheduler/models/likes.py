@@ -52,7 +52,7 @@ class Likes:
 
     def spec(self, model: Model, name: str, own: bytes) -> bytes:
         """Return the spec of a model's program with the weights or the adapter that the spec
-        ``own`` names, and with its precision, if it has one."""
+        ``own`` names, and with the precision of ``own``, if given."""
         spec, changes = decoded(self._registrations[model.name].spec), decoded(own)
         origin = spec.get("origin") or spec["source"]
         spec["source"] = self._bundle_of(model) or origin
@@ -72,7 +72,7 @@ class Likes:
     def pump(
         self, waiting: Sequence[Registration]
     ) -> Iterator[tuple[Registration, RegistrationRefused]]:
-        """Let those registrations be built whose program is there; yield those that get none."""
+        """Release registrations whose program is built; yield those that get none."""
         for one in [*waiting]:
             like = one.like
             if like is None:

@@ -1,4 +1,4 @@
-"""Models of a device with one layout, and the bytes in which they differ. Pure.
+"""Models of a device with the same layout, and the bytes in which they differ. Pure.
 
 Such a model may take an idle variant's place: then only what differs is copied (ADR 68).
 """

@@ -253,7 +253,7 @@ def test_what_is_not_done_is_said_in_openais_form(running: Checked, ai: Any) -> 
             "messages",
             "content must be text",
         ),
-        ("/v1/v1/chat/completions", {}, 404, None, "use POST /v1/chat/completions"),
+        ("/v1/v1/chat/completions", {}, 404, None, "use /v1/chat/completions: "),
         ("/v1/models/m:predict", {}, 404, None, "use POST /v2/models/m/infer"),
         ("/v1/embeddings", {"model": "chat", "input": "a"}, 400, None, "does not embed texts"),
         ("/v1/embeddings", {"model": "chat", "input": [{}]}, 400, "input", "one text"),
