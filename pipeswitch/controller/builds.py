@@ -204,7 +204,7 @@ class Builds:
         """Return the manifest of the program on disk that the build started from, else None."""
         decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
         folder = Path(decoded.source).parent
-        is_kept = folder.parent == self._places.models and not decoded.weights
+        is_kept = folder.parent == self._places.models and not (decoded.weights or decoded.adapter)
         return self.manifest_of(folder.name) if is_kept else None
 
     def is_usable(self, digest: str, manifest: Manifest | None) -> bool:

@@ -63,7 +63,7 @@ def check_source(
         source = _uploaded(source, rules.uploads_dir, "bundle")
     elif source.startswith(("torchvision:", "hf:")):
         if source.startswith("hf:") and not caller.is_owner and not _HUB_NAME.fullmatch(source):
-            raise _owners_only(source)
+            raise owners_only(source)
         owner_files = (
             _files_of(source.removeprefix("hf:").partition("#")[0]) if caller.is_owner else []
         )
@@ -144,7 +144,7 @@ def _uploaded(reference: str, uploads_dir: str, kind: str) -> str:
 
 def _owners_file(path: str, caller: Principal) -> str:
     if not caller.is_owner:
-        raise _owners_only(path)
+        raise owners_only(path)
     real = os.path.realpath(path)
     if not os.path.isabs(path) or not os.path.isfile(real):
         raise InvalidInput(
@@ -154,7 +154,8 @@ def _owners_file(path: str, caller: Principal) -> str:
     return real
 
 
-def _owners_only(path: str) -> PermissionDenied:
+def owners_only(path: str) -> PermissionDenied:
+    """Return the refusal of a path that only the server's owner may name."""
     return PermissionDenied(
         f"{path!r} names a file of the server's machine",
         hint="upload it (the CLI and the SDK do) or use the owner's ipc socket",

@@ -25,7 +25,7 @@ from ..programs.interface.pytree import check_takes
 from ..programs.spec import DEFAULT_MAX_BATCH, DEFAULT_SEQUENCES, BuildSpec, wrapper_of
 from ..scheduler.state.events import RegisterModelRequest, Token, VersionRequest
 from .intake.validation import check_name, priority_number
-from .permissions import CheckedSource, Rules, check_function, check_source
+from .permissions import CheckedSource, Rules, check_function, check_source, owners_only
 
 OF_A_VERSION: Final = {"as_version", "weights", "precision", "max_error"}
 OF_A_VARIANT: Final = {
@@ -94,7 +94,9 @@ def check_origin(request: RegisterRequest, caller: Principal, rules: Rules) -> C
     if not (request.source or request.as_version or request.like):
         raise InvalidInput("a registration needs a source", hint="pipeswitch register NAME SOURCE")
     source = check_source(request.source, request.weights, request.example, caller, rules)
-    if request.adapter:  # the owner's folder, as that of a model is
+    if request.adapter:
+        if not caller.is_owner:  # else a hub's name could mean a folder of the server
+            raise owners_only(request.adapter)
         adapter = check_source(f"hf:{request.adapter}", "", "", caller, rules)
         source = replace(source, owner_files=source.owner_files + adapter.owner_files)
     check_function("preprocess", request.preprocess, request.raw, caller, rules)

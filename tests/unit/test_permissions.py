@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from pipeswitch.base.errors import InvalidInput, PermissionDenied
+from pipeswitch.base.model_options import RegisterRequest
 from pipeswitch.base.roles import ANYONE, OWNER, Principal
 from pipeswitch.frontend.intake import validation
 from pipeswitch.frontend.intake.validation import Body
 from pipeswitch.frontend.permissions import Rules, check_entry, check_place, check_source
+from pipeswitch.frontend.registration import check_origin
 
 STRANGER = Principal(tenant=ANYONE)
 
@@ -71,6 +73,15 @@ def test_a_factory_is_matched_by_its_module_alone() -> None:
     source("pkg.models:make", "pkg.models")
     with pytest.raises(PermissionDenied):
         source("pkg.models.more:make", "pkg.models")
+
+
+@pytest.mark.parametrize("adapter", ["adapters/mine", "mine", "/srv/mine"])
+def test_only_the_owner_names_the_folder_of_an_adapter(adapter: str) -> None:
+    """It would be opened relative to the server's folder."""
+    asked = RegisterRequest(like="m", adapter=adapter)
+    with pytest.raises(PermissionDenied, match=adapter):
+        check_origin(asked, STRANGER, Rules())
+    check_origin(asked, OWNER, Rules())
 
 
 def test_only_the_owner_names_the_address_that_a_request_comes_from() -> None:

@@ -15,7 +15,16 @@ from pipeswitch.ipc.messages.daemon import CopyPart, TransmitEnded, TransmitMode
 from pipeswitch.programs.interface.layout import LookupSpec
 from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.states import Residency
-from pipeswitch.scheduler.state.variants import GAP_BYTES, Family, layout_of
+from pipeswitch.scheduler.state.variants import (
+    GAP_BYTES,
+    MAX_PAIRS,
+    MAX_RANGES,
+    Family,
+    difference,
+    image_of,
+    layout_of,
+    parts_of,
+)
 from tests.unit.test_scheduler_rules import MIB, Rig, received
 from tests.unit.test_tables_by_rows import slab
 
@@ -184,6 +193,41 @@ def test_ranges_are_merged_if_the_gap_between_them_is_small() -> None:
         assert len(ranges) == (1 if 512 * blocks < GAP_BYTES else 2)
         family.remove("y")
         assert [*family.members] == ["x"]
+
+
+def test_models_without_bytes_are_no_variants() -> None:
+    assert layout_of("", structs.replace(program_of("d", 512).manifest, total_bytes=0)) is None
+
+
+@pytest.mark.parametrize("count", [8, 3000])
+def test_the_parts_are_few_and_are_exactly_the_ranges(count: int) -> None:
+    size = 2 * GAP_BYTES
+    program = program_of("d", count * size, groups=8, layers_per_group=count // 8)
+    old, new = (variant_of(program, name, range(0, count, 2)).manifest for name in "xy")
+    ranges = difference(new, old)
+    assert len(ranges) == (4 if count == 8 else 1) <= MAX_RANGES  # gaps doubled until they are few
+    image = image_of(old.total_bytes, ranges, 1 << 40, 0)
+    copied = [
+        (source, group.offset_bytes + at, end)
+        for group in new.groups
+        for source, at, end in parts_of(group, ranges, image)
+    ]
+    ends = [at + end for _, at, end in copied]
+    bytes_of = {at: source for source, at, _ in copied}
+    assert sum(end for *_, end in copied) == sum(end - start for start, end in ranges)
+    assert all(source >= 1 << 40 for source in bytes_of.values())
+    assert {start for start, _ in ranges} <= {*bytes_of}
+    assert {end for _, end in ranges} <= {*ends}
+
+
+def test_a_family_keeps_the_ranges_of_few_pairs() -> None:
+    program, family = program_of("d", 8 * MIB), Family()
+    for number in range(MAX_PAIRS):
+        manifest = variant_of(program, str(number), (number % 4,)).manifest
+        family.members[str(number)] = structs.replace(manifest, digest=str(number))
+    for other in family.members:
+        assert {family.share(one, other) for one in "01"} <= {0.0, 0.25, 0.5}
+    assert len(family._ranges) == MAX_PAIRS
 
 
 class Tables(Variants):

@@ -71,7 +71,7 @@ def run(settings: BuildSettings, channel: Channel) -> int:
     try:
         spec = msgspec.msgpack.decode(settings.spec, type=BuildSpec)
         reach("build.begin")
-        if spec.source.startswith("hf:") and not settings.is_owners:
+        if "hf:" in (spec.source[:3], spec.origin[:3]) and not settings.is_owners:
             os.chdir(work)  # else ``hf:a/b`` could mean a folder of the server
         processor_features()  # cached
         missing_half()  # requests the processor's matrix registers, which the sandbox forbids

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import Final
 
-from msgspec.structs import replace
-
 from ...ipc.messages.base import ModelName, OpId
 from ...ipc.messages.daemon import CancelTransmit, GroupCopy, TransmitEnded, TransmitModel
 from ...ipc.messages.run import Run
@@ -20,7 +18,7 @@ from ..state.events import Span, Spans
 from ..state.records import DeviceModel
 from ..state.regions import Extent
 from ..state.states import ModelState, Residency, ResidencyEvent
-from ..state.variants import Ranges, parts_of
+from ..state.variants import parts_of
 from .allocators import WHOLE, ArenaAllocator, RingPlace, Streamed, VariantPlace
 from .variants import Variants
 
@@ -138,6 +136,7 @@ class Residents:
         if rows and (table := replica.table) is not None:
             order.insert(table.before - 1, order.pop(table.group))
             order.insert(0, table.group - len(order))
+        chosen = ranges if ranges is not None else whole if model.image else None
         groups = [
             GroupCopy(
                 store_offset_bytes=store + (group := manifest.groups[index]).offset_bytes,
@@ -147,13 +146,15 @@ class Residents:
                 fence=replica.first_fence + index,
                 parts=()
                 if index in there
-                else (parts_of(group, whole, model.image) if model.image else None),
+                else (None if chosen is None else parts_of(group, chosen, model.pieces)),
             )
             for index in order[len(rows) :]
         ]
         transfer.order, transfer.share = tuple(order), 1.0
         if ranges is not None:
-            groups = self._only(replica, groups, ranges)
+            copied_bytes = sum([one.copied_bytes for one in groups])
+            replica.resident_bytes = manifest.total_bytes - copied_bytes
+            transfer.share = copied_bytes / manifest.total_bytes
         device.daemon.send(
             TransmitModel(
                 model=replica.name,
@@ -166,22 +167,6 @@ class Residents:
             )
         )
         return replica.residency_id
-
-    @staticmethod
-    def _only(replica: DeviceModel, groups: list[GroupCopy], ranges: Ranges) -> list[GroupCopy]:
-        """Return the copies of only the ranges, and record their size."""
-        manifest, first = replica.built, replica.first_fence
-        copies = [
-            replace(
-                one,
-                parts=parts_of(manifest.groups[one.fence - first], ranges, replica.model.pieces),
-            )
-            for one in groups
-        ]
-        copied_bytes = sum([one.copied_bytes for one in copies])
-        replica.resident_bytes = manifest.total_bytes - copied_bytes
-        replica.transfer.share = copied_bytes / manifest.total_bytes
-        return copies
 
     def _rows(self, replica: DeviceModel, runs: Sequence[Run]) -> list[GroupCopy]:
         """Return the copy of the rows that the runs look up; [] if they are too many."""

@@ -273,7 +273,8 @@ class Registry:
 
     def store_from(self, device: int | None) -> None:
         """Repeat the load orders of a device's dead daemon; None: the orders that no daemon got."""
-        for model in self._machine.models.values():
+        # Variants come last: their loads prove the bytes of others that they share.
+        for model in sorted(self._machine.models.values(), key=lambda one: bool(one.image)):
             is_storing = model.state.state is ModelState.STORING
             if is_storing and self.registrations[model.name].storing == device:
                 self._store_again(model)

@@ -5,9 +5,9 @@ Such a model may take an idle variant's place: then only what differs is copied 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Final
 
 from ...ipc.messages.base import ModelName
@@ -15,19 +15,22 @@ from ...ipc.messages.daemon import CopyPart
 from ...programs.interface.layout import TENSOR_ALIGN_BYTES, GroupSpec, Manifest, aligned
 
 GAP_BYTES: Final = 64 << 10  # a call to copy takes as long as copying this much
+MAX_RANGES: Final = 256  # maximum number of ranges in which two models differ
+MAX_PAIRS: Final = 256  # number of pairs of a family whose ranges are kept
 Layout = tuple[str, int, tuple[tuple[int, int], ...]]
 Ranges = Sequence[tuple[int, int]]  # starts and ends in the region, ascending
 Image = tuple[CopyPart, ...]  # where the host store has a model, ascending; offsets in the region
 PLACE: Final = attrgetter("offset_bytes")
+START, END = itemgetter(0), itemgetter(1)
 
 
 def layout_of(tenant: str, manifest: Manifest) -> Layout | None:
     """Return a key that models of a tenant share if their tensors lie at the same places.
 
-    None: an earlier release built the program, without the digests that tell its tensors apart.
+    None: it has no bytes, or an earlier release built it, without digests of tensors.
     """
     tensors = manifest.tensors
-    if not tensors or not all(one.digest for one in tensors):
+    if not manifest.total_bytes or not all(one.digest for one in tensors):
         return None
     places = tuple([(one.offset_bytes, one.size_bytes) for one in tensors])
     return tenant, manifest.total_bytes, places
@@ -38,36 +41,52 @@ class Family:
 
     def __init__(self) -> None:
         self.members: dict[ModelName, Manifest] = {}
-        self._ranges: dict[tuple[str, str], Ranges] = {}
+        self._ranges: dict[tuple[str, str], tuple[Ranges, float]] = {}  # the newest pairs
 
     def remove(self, name: ModelName) -> None:
         digest = self.members.pop(name).digest
         self._ranges = {pair: one for pair, one in self._ranges.items() if digest not in pair}
 
+    def _of(self, name: ModelName, other: ModelName) -> tuple[Ranges, float]:
+        new, old = self.members[name], self.members[other]
+        if (known := self._ranges.get(pair := (new.digest, old.digest))) is None:
+            ranges = difference(new, old)
+            share = sum([end - start for start, end in ranges]) / new.total_bytes
+            if len(self._ranges) >= MAX_PAIRS:
+                del self._ranges[next(iter(self._ranges))]
+            known = self._ranges[pair] = ranges, share
+        return known
+
     def difference(self, name: ModelName, other: ModelName) -> Ranges:
         """Return the ranges that turn the other model's region into this model's."""
-        new, old = self.members[name], self.members[other]
-        ranges = self._ranges.get((new.digest, old.digest))
-        if ranges is None:
-            ranges = self._ranges[new.digest, old.digest] = difference(new, old)
-        return ranges
+        return self._of(name, other)[0]
 
     def share(self, name: ModelName, other: ModelName) -> float:
         """Return the part of the bytes that ``difference`` has, from 0 to 1."""
-        ranges = self.difference(name, other)
-        return sum([end - start for start, end in ranges]) / self.members[name].total_bytes
+        return self._of(name, other)[1]
 
 
 def difference(new: Manifest, old: Manifest) -> Ranges:
-    """Return the ranges that turn a region of ``old`` into one of ``new``, of the same layout."""
-    ranges: list[tuple[int, int]] = []
+    """Return the ranges that turn a region of ``old`` into one of ``new``, of the same layout.
+    They are few, since the scheduler's loop walks through them for each copy."""
+    gap_bytes, ranges = GAP_BYTES, list[tuple[int, int]]()
     for one, other in zip(new.tensors, old.tensors, strict=True):
         if one.digest != other.digest:
-            start, end = one.offset_bytes, one.offset_bytes + one.size_bytes
-            if ranges and start - ranges[-1][1] < GAP_BYTES:
-                start, _ = ranges.pop()
-            ranges.append((start, end))
+            ranges.append((one.offset_bytes, one.offset_bytes + one.size_bytes))
+    ranges = _joined(ranges, gap_bytes)
+    while len(ranges) > MAX_RANGES:
+        gap_bytes *= 2
+        ranges = _joined(ranges, gap_bytes)
     return ranges
+
+
+def _joined(ranges: Ranges, gap_bytes: int) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for start, end in ranges:
+        if joined and start - joined[-1][1] < gap_bytes:
+            start, _ = joined.pop()
+        joined.append((start, end))
+    return joined
 
 
 def parts_of(group: GroupSpec, ranges: Ranges, image: Image) -> tuple[CopyPart, ...]:
@@ -76,9 +95,15 @@ def parts_of(group: GroupSpec, ranges: Ranges, image: Image) -> tuple[CopyPart, 
     return tuple(
         [
             CopyPart(source + low - at, low - first, high - low)
-            for begin, end in ranges
+            for begin, end in ranges[
+                bisect_right(ranges, first, key=END) : bisect_left(ranges, behind, key=START)
+            ]
             if (start := max(begin, first)) < (stop := min(end, behind))
-            for source, at, size in image[max(0, bisect_right(image, start, key=PLACE) - 1) :]
+            for source, at, size in image[
+                max(0, bisect_right(image, start, key=PLACE) - 1) : bisect_left(
+                    image, stop, key=PLACE
+                )
+            ]
             if (low := max(start, at)) < (high := min(stop, at + size))
         ]
     )
