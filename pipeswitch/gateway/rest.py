@@ -163,8 +163,8 @@ class OpenInference:
         except InvalidInput as error:  # perhaps the name is wrong, too: say which are right
             inputs = oip.metadata(await self._service.row(caller, model))["inputs"]
             texts = [f"{one['name']} {one['datatype']}{one['shape']}" for one in inputs]
-            text = f"{error.message}; {model} takes {', '.join(texts)}"
-            raise InvalidInput(text, hint=error.hint) from None
+            error.message += f"; {model} takes {', '.join(texts)}"
+            raise
         outputs, timing = await self._service.infer(
             caller, model, version, infer_request, head.headers, head.peer
         )

@@ -89,9 +89,10 @@ class Router:
         if route is not None and route.is_probe:
             caller = self._callers.probe
         else:
-            # Anthropic's clients send ``x-api-key``.
-            key = f"Bearer {head.headers.get('x-api-key', '')}"
-            caller = self._callers.principal(head.headers.get("authorization") or key)
+            credentials, key = head.headers.get("authorization", ""), head.headers.get("x-api-key")
+            if key and credentials.partition(" ")[0].lower() != "bearer":  # Anthropic's clients
+                credentials = f"Bearer {key}"
+            caller = self._callers.principal(credentials)
         if not methods or (route is None and path.endswith(":predict")):  # KServe's V1 protocol
             raise self._not_found(path)
         if route is None:

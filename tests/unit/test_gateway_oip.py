@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import math
 import tracemalloc
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -15,6 +20,7 @@ from hypothesis.extra import numpy as arrays
 
 from pipeswitch.base.errors import InvalidInput
 from pipeswitch.gateway.http.http_errors import TooLarge
+from pipeswitch.gateway.rest import OpenInference
 from pipeswitch.gateway.serving import oip
 
 PLAIN = [name for name in oip.DATATYPES if name not in ("BF16", "BYTES")]
@@ -34,6 +40,18 @@ def body(**tensor: Any) -> bytes:
     fields = {"name": "x", "shape": [2, 2], "datatype": "FP32", "data": [1, 2, 3, 4], **tensor}
     rows = [{key: value for key, value in fields.items() if value is not None}]
     return json.dumps({"inputs": rows}).encode()
+
+
+@contextlib.contextmanager
+def traced() -> Iterator[SimpleNamespace]:
+    """Measure what the block allocates: ``held_bytes`` at its end, and ``peak_bytes``."""
+    memory = SimpleNamespace()
+    tracemalloc.start()
+    try:
+        yield memory
+    finally:
+        memory.held_bytes, memory.peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
 
 
 def whole(**fields: Any) -> bytes:
@@ -163,13 +181,9 @@ def test_each_output_says_for_itself_whether_it_is_binary() -> None:
 def test_a_text_among_numbers_does_not_widen_the_other_elements() -> None:
     """Numpy would give each element the length of the longest: gigabytes for 64 KB of JSON."""
     request = body(shape=[1000], data=["a" * 30_000] + [""] * 999)
-    tracemalloc.start()
-    try:
-        with pytest.raises(InvalidInput, match="no numbers"):
-            oip.decode_request(request, None)
-        assert tracemalloc.get_traced_memory()[1] < 10 * len(request)
-    finally:
-        tracemalloc.stop()
+    with traced() as memory, pytest.raises(InvalidInput, match="no numbers"):
+        oip.decode_request(request, None)
+    assert memory.peak_bytes < 10 * len(request)
 
 
 def test_priority_and_timeout_become_the_servers() -> None:
@@ -255,6 +269,16 @@ def test_garbage_raises_nothing_but_invalid_input(data: bytes, json_bytes: int |
         oip.decode_request(data, json_bytes)
 
 
+def test_a_refusal_that_names_the_inputs_is_the_same_error() -> None:
+    error = InvalidInput("bad", param="x")
+    head = SimpleNamespace(headers={"inference-header-content-length": "0"})
+    request: Any = SimpleNamespace(caller=None, head=head, names={"model": "m"})
+    service: Any = SimpleNamespace(row=AsyncMock(side_effect=[error, ROW]))
+    with pytest.raises(InvalidInput, match="bad; m takes x FP32") as caught:
+        asyncio.run(OpenInference(service, request).infer(request, b""))
+    assert caught.value is error
+
+
 def test_an_unknown_output_is_named_with_the_known_ones() -> None:
     request = oip.InferRequest(
         id="", inputs=(), frames=[], outputs=(oip.RequestedOutput(name="lables"),)
@@ -276,12 +300,8 @@ def test_a_raw_body_is_the_only_input_at_the_batch_that_it_fills() -> None:
     text = ROW | {"inputs": {"ids": [["batch", "length"], "int64"]}}
     with pytest.raises(InvalidInput, match="a body does not say its batch and length"):
         oip.raw_request(bytes(32), text)
-    shape = (
-        oip.raw_request(bytes(32), ROW | {"inputs": {"x": [[1, "length"], "float32"]}})
-        .inputs[0]
-        .shape
-    )
-    assert shape == (1, 8)
+    length = ROW | {"inputs": {"x": [[1, "length"], "float32"]}}
+    assert oip.raw_request(bytes(32), length).inputs[0].shape == (1, 8)
     assert oip.metadata(text)["inputs"][0]["shape"] == [-1, -1]
     answer = {"y": [["batch", "(1+length)//2"], "float32"]}
     config = oip.config(text | {"outputs": answer})
@@ -343,15 +363,9 @@ DEAREST = {
 @pytest.mark.parametrize("kind", DEAREST)
 def test_of_each_kind_the_dearest_request_takes_so_much_memory_a_byte(kind: str) -> None:
     request = DEAREST[kind]
-    tracemalloc.start()
-    try:
+    with traced() as memory, contextlib.suppress(InvalidInput, TooLarge):
         oip.decode_request(request, None)
-    except (InvalidInput, TooLarge):
-        pass
-    finally:
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-    assert peak <= 40 * len(request), f"{peak / len(request):.0f} bytes for each"
+    assert memory.peak_bytes <= 40 * len(request), memory.peak_bytes / len(request)
 
 
 @pytest.mark.parametrize("kind", ["outputs", "one output", "lists", "objects", "names", "inputs"])

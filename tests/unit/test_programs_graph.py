@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import tracemalloc
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import TensorSpec, ValueSpec
 from pipeswitch.programs.running.tensor_views import bytes_over, tensor_over
 from pipeswitch.programs.running.values import tensor_bytes
+from tests.unit.test_gateway_oip import traced
 
 X = {"v": 0}
 W = {"v": 1}
@@ -294,13 +294,9 @@ def test_what_may_change_is_found_without_a_set_for_each_node() -> None:
         results=(2 * count,),
         outputs=(ValueSpec(name="y", dtype="float32", shape=(4,)),),
     )
-    tracemalloc.start()
-    try:
+    with traced() as memory:
         assert mutations(gathered) == []
-        peak_bytes = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak_bytes < 4 << 20
+    assert memory.peak_bytes < 4 << 20
 
 
 def test_one_row_of_a_column_is_dense_whatever_its_stride() -> None:

@@ -58,7 +58,8 @@ def ask(method: str, path: str, body: bytes = b"", token: str = TOKEN) -> tuple[
         hosts=None,
     )
     path, _, query = path.partition("?")
-    headers = {"host": "h", "authorization": f"Bearer {token}" if token else ""}
+    headers = {"host": "h", "authorization": token and f"Bearer {token}"}
+    headers |= {"authorization": token, "x-api-key": TOKEN} if " " in token else {}
     head = Head(method=method, path=path, query=query, headers=headers, peer="p", length=len(body))
     router = Router(callers, DOORS)
     work = router(head)
@@ -109,6 +110,11 @@ def test_a_refusal_says_what_would_be_right(
 def test_a_door_refuses_in_its_own_form_and_before_the_body() -> None:
     assert ask("PUT", "/own/a", b"1234") == (418, "4 bytes, and the limit for a request is 3")
     assert ask("PUT", "/own/a", b"123")[1]["body"] == "123"
+
+
+def test_a_proxys_password_does_not_hide_the_key() -> None:
+    for authorization, status in (("Basic eA==", 200), ("Bearer eA==", 401)):
+        assert ask("GET", "/v2/models/stats", token=authorization)[0] == status
 
 
 def test_two_doors_cannot_have_one_route() -> None:
