@@ -559,7 +559,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def default_state_dir(environ: Mapping[str, str]) -> Path:
     """Return ``$XDG_STATE_HOME/pipeswitch``, by default below ``~/.local/state``."""
     base = environ.get("XDG_STATE_HOME") or str(Path(environ.get("HOME", "~"), ".local/state"))
-    return Path(base).expanduser() / "pipeswitch"
+    return Path(base, "pipeswitch")
 
 
 def default_runtime_dir(environ: Mapping[str, str]) -> Path:
@@ -591,7 +591,10 @@ def _with_directories(config: Config, environ: Mapping[str, str]) -> Config:
 
 
 def _absolute(path: str | Path) -> str:
-    return str(Path(path).expanduser().absolute())
+    try:
+        return str(Path(path).expanduser().absolute())
+    except RuntimeError:
+        raise ConfigError(f"no user {str(path).partition('/')[0]!r} has a home: {path}") from None
 
 
 def _absolute_file(text: str, suffix: str) -> str:

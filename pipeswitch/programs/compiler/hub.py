@@ -40,7 +40,7 @@ def readable(source: str) -> list[Path]:
     environ = os.environ
     home = environ.get("HF_HOME") or f"{environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
     cache = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
-    return [Path(cache).expanduser()]
+    return [Path(os.path.expanduser(cache))]
 
 
 def without_token(work: Path) -> None:
