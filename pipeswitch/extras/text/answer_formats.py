@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import time
@@ -12,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from ...base.codec import encode_json
+from ...base.codec import UNREADABLE, encode_json
 from ...base.errors import PipeSwitchError
 from ...gateway.http.http_errors import as_ours, body_of, limit_of, status_of
 from ...gateway.http.http_server import EVENT_STREAM, Response, refusal
@@ -192,6 +193,15 @@ class Block(msgspec.Struct, kw_only=True):
     text: str = ""  # of a call: its arguments
     name: str = ""  # of the called function; empty: it is a text
     id: str = ""  # of a call
+    number: int = 0  # place in the message
+
+    @property
+    def arguments(self) -> Any:
+        """Arguments of a call, as JSON; an empty object if the text is cut or is not one."""
+        with contextlib.suppress(*UNREADABLE):
+            msgspec.json.decode(self.text, type=dict[str, Any])
+            return msgspec.Raw(self.text.encode())
+        return {}
 
 
 class ChatFormat(AnswerFormat):
@@ -243,6 +253,7 @@ class ChatFormat(AnswerFormat):
             if last is None or new.id or (not new.name and last.name):
                 if last is not None:
                     yield from self.closed(last)
+                new.number = len(self.blocks)
                 self.blocks.append(new)
                 yield from self.opened(new)
             self.blocks[-1].text += piece

@@ -136,7 +136,7 @@ class AnthropicFormat(ChatFormat):
         return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
     def message(self) -> Fields:
-        blocks = [_block(one, msgspec.Raw(one.text.encode())) for one in self.blocks]
+        blocks = [_block(one, one.arguments) for one in self.blocks]
         return self._message(blocks, self._ending(), self.choices.token_count)
 
     def _message(

@@ -18,7 +18,7 @@ from ...gateway.http.http_server import Response, json_answer
 from ...gateway.routes import Door, Request, Route
 from .answer_formats import Block, ChatFormat
 from .completions import MAX_BODY_BYTES, MAX_EMBED_BYTES, NO_LIMIT, Completions, shared
-from .translation import Dialect, Fields, filled, table
+from .translation import Dialect, Fields, filled, is_neutral, table
 
 PREFIX: Final = "/api"
 LATEST: Final = ":latest"  # the tag that clients add to a name without one
@@ -110,10 +110,7 @@ class OllamaFormat(ChatFormat):
     def _line(self, blocks: Iterable[Block], *, is_last: bool = False) -> Fields:
         text = "".join(one.text for one in blocks if not one.name)
         calls = [
-            {
-                "id": one.id,
-                "function": {"name": one.name, "arguments": msgspec.Raw(one.text.encode())},
-            }
+            {"id": one.id, "function": {"name": one.name, "arguments": one.arguments}}
             for one in blocks
             if one.name
         ]
@@ -204,6 +201,8 @@ class Ollama:
         own, copied, ignored = await self._completions.read(incoming, body, dialect)
         name, _ = await self._known(incoming, own.model)
         fields, kind = own.translated(), partial(OllamaFormat, own.model, dialect is GENERATE)
+        if "messages" in copied and is_neutral(copied["messages"], [[]]):
+            del copied["messages"]
         fields |= copied
         if not {"messages", "prompt"} & fields.keys():  # it loads the model, which is ready
             empty = {"response": "", "message": {"role": "assistant", "content": ""}}

@@ -153,9 +153,9 @@ class ResponsesFormat(ChatFormat):
         super().__init__(*rest)
         self._own, self._numbers = own, count()
 
-    @staticmethod
-    def failed(error: PipeSwitchError) -> Fields:
-        return {"type": "error", **openai_body(error)["error"]}
+    def failed(self, error: PipeSwitchError) -> Fields:
+        own = {"type": "error", "sequence_number": next(self._numbers)}
+        return {**openai_body(error)["error"], **own}
 
     def message(self) -> Fields:
         status = "incomplete" if self.reason == "length" else "completed"
@@ -165,7 +165,7 @@ class ResponsesFormat(ChatFormat):
         if block.name:
             own = {"type": "function_call", "id": f"fc_{block.id}", "call_id": block.id}
             return {**own, "status": status, "name": block.name, "arguments": block.text}
-        own = {"type": "message", "id": f"msg_{self.blocks.index(block)}_{self.choices.first.id}"}
+        own = {"type": "message", "id": f"msg_{block.number}_{self.choices.first.id}"}
         content = [_text(block)] if block.text else []
         return {**own, "status": status, "role": "assistant", "content": content}
 
@@ -207,12 +207,12 @@ class ResponsesFormat(ChatFormat):
             yield self._event(kind, response=self._response("in_progress", []))
 
     def _place(self, block: Block) -> Fields:
-        place = {"item_id": self._item(block)["id"], "output_index": len(self.blocks) - 1}
+        place = {"item_id": self._item(block)["id"], "output_index": block.number}
         return place if block.name else {**place, "content_index": 0}
 
     def opened(self, block: Block) -> Iterable[Fields]:
-        item, index = self._item(block, "in_progress"), len(self.blocks) - 1
-        yield self._event("output_item.added", output_index=index, item=item)
+        item = self._item(block, "in_progress")
+        yield self._event("output_item.added", output_index=block.number, item=item)
         if not block.name:
             yield self._event("content_part.added", **self._place(block), part=_text(block))
 
@@ -229,7 +229,7 @@ class ResponsesFormat(ChatFormat):
         else:
             yield self._event("output_text.done", **place, text=block.text, logprobs=[])
             yield self._event("content_part.done", **place, part=_text(block))
-        yield self._event("output_item.done", output_index=len(self.blocks) - 1, item=item)
+        yield self._event("output_item.done", output_index=block.number, item=item)
 
     def finish(self) -> Iterable[Fields]:
         response = self.message()

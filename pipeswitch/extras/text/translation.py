@@ -78,8 +78,17 @@ def table(text: str) -> dict[str, list[Any]]:
 
 
 def fields_of(data: Any) -> dict[str, msgspec.Raw]:
-    """Return an object's non-null fields undecoded, since their decoded size is unknown."""
+    """Return an object's non-null fields undecoded, since their decoded size is unknown.
+
+    Raises:
+        InvalidInput: a field is not UTF-8.
+    """
     fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    for name, value in fields.items():
+        try:
+            str(value, "utf-8")  # a decoder does not check strings that it skips
+        except UnicodeError:
+            raise InvalidInput(f"{name[:80]!r} is not UTF-8", param=name[:80]) from None
     return {name: value for name, value in fields.items() if value != NULL}
 
 

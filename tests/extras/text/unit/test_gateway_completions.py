@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from typing import Any
 
 import msgspec
 import pytest
 
 from pipeswitch.base.errors import InvalidInput, QueueFull
+from pipeswitch.extras.text import anthropic
 from pipeswitch.extras.text.answer_formats import openai_body
 from pipeswitch.extras.text.choices import chat_logprobs, check_count, logprob_count
 from pipeswitch.extras.text.completions import (
@@ -19,6 +19,7 @@ from pipeswitch.extras.text.completions import (
 )
 from pipeswitch.extras.text.decoding.model_config import BYTE_OF, Decoding, Token
 from pipeswitch.extras.text.tokenizer_worker import parsed
+from tests.unit.test_gateway_oip import traced
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 
@@ -46,15 +47,11 @@ def test_a_refusal_names_the_limit() -> None:
     ],
 )
 def test_a_decoded_request_is_no_larger_than_a_few_bodies(data: bytes) -> None:
-    tracemalloc.start()
-    try:
+    with traced() as memory:
         request = _said(data, CompletionRequest)
-        held_bytes, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
     assert request.model == "m"
-    assert held_bytes < 2 * len(data) + 50_000
-    assert peak < 4 * len(data) + 50_000
+    assert memory.held_bytes < 2 * len(data) + 50_000
+    assert memory.peak_bytes < 4 * len(data) + 50_000
 
 
 @pytest.mark.parametrize(
@@ -71,15 +68,10 @@ def test_a_decoded_request_is_no_larger_than_a_few_bodies(data: bytes) -> None:
 )
 def test_a_prompt_of_many_parts_is_refused_by_its_first_parts(prompt: bytes) -> None:
     data = b'{"model": "m", "prompt": [%s]}' % prompt
-    tracemalloc.start()
-    try:
-        with pytest.raises(InvalidInput) as caught:
-            _said(data, CompletionRequest)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    with traced() as memory, pytest.raises(InvalidInput) as caught:
+        _said(data, CompletionRequest)
     assert caught.value.data["param"] == "prompt"
-    assert peak < 2 * len(data) + 50_000
+    assert memory.peak_bytes < 2 * len(data) + 50_000
 
 
 @pytest.mark.parametrize(
@@ -115,14 +107,9 @@ def test_a_chat_of_many_fields_is_refused_before_they_are_decoded() -> None:
         b'[{"role": "user", "x": [%s]}]' % NESTED,
         b"[%s]" % b",".join([b'{"content": "a", "x": [%s]}' % (b"{}," * 4000 + b"{}")] * 30),
     ):
-        tracemalloc.start()
-        try:
-            with pytest.raises(InvalidInput, match="beside"):
-                parsed(messages)
-            _, peak = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-        assert peak < len(messages)
+        with traced() as memory, pytest.raises(InvalidInput, match="beside"):
+            parsed(messages)
+        assert memory.peak_bytes < len(messages)
 
 
 @pytest.mark.parametrize(
@@ -134,13 +121,18 @@ def test_a_chat_of_many_fields_is_refused_before_they_are_decoded() -> None:
         (body(max_tokens="many"), "max_tokens"),
         (b'{"messages": []}', None),
         (b"[" * 5000, None),
-        (b'{"model": "\xff"}', None),
+        (b'{"model": "\xff"}', "model"),
+        (b'{"model": "m", "response_format": {"schema": {"a": "\xff"}}}', "response_format"),
+        (b'{"messages": [{"content": [{"type": "tool_use", "input": "\xff"}]}]}', "messages"),
     ],
 )
 def test_a_request_that_cannot_be_read_is_refused(data: bytes, param: str | None) -> None:
     with pytest.raises(InvalidInput) as caught:
         _said(data, CompletionRequest)
     assert caught.value.data.get("param") == param
+    if b"\xff" in data:
+        with pytest.raises(InvalidInput, match=f"'{param}' is not UTF-8"):
+            anthropic.DIALECT.read(data)
 
 
 def test_a_field_that_is_null_is_as_if_it_were_left_out() -> None:

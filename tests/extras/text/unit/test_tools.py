@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import random
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pipeswitch.base.errors import InvalidInput
+from pipeswitch.base.codec import encode_json
+from pipeswitch.base.errors import InvalidInput, QueueFull
+from pipeswitch.extras.text import anthropic, ollama, responses
 from pipeswitch.extras.text.completions import CompletionRequest, TritonRequest, _said
 from pipeswitch.extras.text.decoder import _chat_template
 from pipeswitch.extras.text.decoding.generation_settings import packed_tokenizer
 from pipeswitch.extras.text.decoding.grammar import Tokenizers
-from pipeswitch.extras.text.decoding.model_config import LanguageModelConfig
+from pipeswitch.extras.text.decoding.model_config import LanguageModelConfig, Token
 from pipeswitch.extras.text.decoding.output import StopCriteria
 from pipeswitch.extras.text.decoding.sampling import Sampling
 from pipeswitch.extras.text.embeddings import Embed
@@ -111,6 +115,33 @@ def test_calls_are_read_from_a_text_in_any_pieces_and_nothing_is_lost(
     assert read(text, form(), sizes_of(seed)) == (content, calls)
 
 
+def formatted(kind: Any, text: str) -> Any:
+    """Return the objects of a stream that is cut, the whole answer, and an error."""
+    step = SimpleNamespace(reason="length", stop="")
+    first = SimpleNamespace(id="1", model="m", step=step)
+    one = kind(SimpleNamespace(form=form(), max_tokens=9, temperature=1, top_p=1), [], 1)
+    one.choices = SimpleNamespace(first=first, prompt_count=1, token_count=9)
+    tokens = [*[Token(1, char) for char in text], None]
+    stream = [event for token in tokens for event in one.events(0, token)]
+    return json.loads(encode_json([*stream, one.message(), one.failed(QueueFull("full"))]))
+
+
+@pytest.mark.parametrize("text", [CALL, CALL[:-9], '{"name": "now", "arguments": {"a": NaN}}'])
+def test_arguments_that_are_not_a_json_object_are_empty(text: str) -> None:
+    arguments = ULM[1] if text == CALL else {}
+    assert formatted(anthropic.AnthropicFormat, text)[-2]["content"][0]["input"] == arguments
+    for one in formatted(partial(ollama.OllamaFormat, "m", False), text)[::2]:  # stream, whole
+        assert one["message"]["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_a_response_has_distinct_ids_and_its_error_is_an_event() -> None:
+    kind = partial(responses.ResponsesFormat, responses.Own(input="a"))
+    *events, whole, error = formatted(kind, f"Hi{MARKED}Hi")
+    ids = dict.fromkeys(one["item"]["id"] for one in events if "item" in one)
+    assert [*ids] == [one["id"] for one in whole["output"]]
+    assert (error["type"], error["sequence_number"]) == ("error", len(events))
+
+
 def test_a_text_is_not_held_longer_than_it_may_become_a_call() -> None:
     for text in ("Hello ", "{'a'", '{"answer', "[1", "<b>"):
         assert CallReader(form()).push(text, is_last=False)["content"] == text.rstrip()
@@ -174,12 +205,8 @@ def test_any_tokens_of_a_forced_call_are_a_call(seed: int) -> None:
     pytest.importorskip("llguidance")
     from tests.models.words import trained
 
-    words, chance, answer, tokenizers = (
-        trained("bytes"),
-        random.Random(seed),
-        list[int](),
-        Tokenizers(),
-    )
+    words, chance = trained("bytes"), random.Random(seed)
+    answer, tokenizers = list[int](), Tokenizers()
     tokenizers.packed["d"], end = packed_tokenizer(words.to_str()), words.token_to_id("<end>")
     tree = {"type": "function", "function": {"name": "tree", "parameters": NODE}}
     answer_form = form([choose("now"), tree], choose("tree") if seed % 2 else "required")
@@ -230,10 +257,8 @@ def rendered(template: str, messages: Any, tools: bytes) -> Any:
 
 
 def test_a_template_shows_the_tools_and_the_calls_so_far() -> None:
-    function_call = {
-        "type": "function",
-        "function": {"name": "weather", "arguments": '{"city": "Ulm"}'},
-    }
+    function_call = choose("weather")
+    function_call["function"]["arguments"] = '{"city": "Ulm"}'
     chat = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [function_call]}]
     chat.append({"role": "tool", "content": "9", "tool_call_id": "a"})
     text = rendered(QWEN, chat, form().rendered)
@@ -256,10 +281,7 @@ def test_a_template_shows_the_tools_and_the_calls_so_far() -> None:
         items = "{% for m in messages %}{% for c in m.tool_calls %}{% for k, v in c.function."
         items += "arguments.items() %}{{ k }}={{ v }}{% endfor %}{% endfor %}{% endfor %}"
         assert rendered(items, chat, b"") == f"arguments={cut}"
-    odd = [
-        {"role": "a", "tool_calls": calls_tried}
-        for calls_tried in (None, 1, [1], [{"function": 2}])
-    ]
+    odd = [{"role": "a", "tool_calls": one} for one in (None, 1, [1], [{"function": 2}])]
     assert len(parsed(json.dumps(odd).encode())) == 4
 
 
