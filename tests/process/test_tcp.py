@@ -129,7 +129,7 @@ def test_large_payloads_leave_the_pool_empty(server: FakeScheduler, client: ps.C
         (np.zeros((1, 5), np.float32), 'm input "x" expects float32[1..8,4], got float32[1,5]'),
         (np.zeros((9, 4), np.float32), 'm input "x" expects float32[1..8,4], got float32[9,4]'),
         (np.zeros((1, 4), np.float64), 'm input "x" expects float32[1..8,4], got float64[1,4]'),
-        ({"z": np.zeros((1, 4), np.float32)}, 'm has no input "z"'),
+        ({"z": np.zeros((1, 4), np.float32)}, 'm has no input "z"; its inputs are x'),
         ([np.zeros((1, 4), np.float32)] * 2, 'm takes 1 inputs ("x"), got 2'),
     ],
 )

@@ -365,7 +365,11 @@ def test_a_jobs_tensor_has_a_storage_of_its_own_in_the_arena(storage: torch.Unty
 
 def test_an_idle_workers_cache_is_emptied_only_if_memory_is_short(rig: Rig) -> None:
     rig.world.broken["empty-cache"] = "it is empty"
-    rig.view.trim()
+    rig.world.device_bytes = 8 << 30
+    assert [rig.view.trim(needed << 30) for needed in (0, 5)] == [True, True]
+    rig.world.broken.clear()
+    assert not rig.view.trim(8 << 30)
+    rig.world.broken["empty-cache"] = "it is empty"
     rig.world.device_bytes = MIB
     with pytest.raises(RuntimeError):
         rig.view.trim()

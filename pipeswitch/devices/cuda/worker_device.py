@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 ENDING_S: Final = 5.0  # limit for queued work to end; it hangs on a fence that is never set
 LOOK_S: Final = 0.001
+ROOM_BYTES: Final = 512 << 20  # stays free beside work that is not urgent
 SHORT_BYTES: Final = 2 << 30  # below this, idle workers empty caches, which may fill the device
 
 
@@ -130,10 +131,9 @@ class CudaWorkerDevice(WorkerDevice):
             return program.improve(*more) if isinstance(program, DeviceProgram) else ()
 
     def trim(self, needed_bytes: int = 0) -> bool:
-        if self._cuda.memory_info()[0] >= SHORT_BYTES + needed_bytes:
-            return True
-        self._side.empty_cache()
-        return self._cuda.memory_info()[0] >= SHORT_BYTES + needed_bytes
+        if self._cuda.memory_info()[0] < SHORT_BYTES + needed_bytes:
+            self._side.empty_cache()
+        return self._cuda.memory_info()[0] >= ROOM_BYTES + needed_bytes
 
     def drop(self, program: BoundProgram) -> None:
         """Free the graphs of a program whose weights have moved, or that is no longer used."""

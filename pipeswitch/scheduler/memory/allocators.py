@@ -31,6 +31,7 @@ JOB_LEAVES: Cost = (0.0, 1.0, 0.0, 0.0)
 MAX_COMPARED = 8  # number of places with which a newcomer's tensors are compared
 KEPT_WEIGHT = 4.0  # weight of the groups that a streaming model keeps: each pass reads them
 HOME_WEIGHT = 0.5  # weight of a variant at a model's home, where its views and graphs are valid
+MAX_SHARE = 0.95  # of a variant's bytes that differ; above, the policy alone chooses
 WHOLE = (Residency.TRANSMITTING, Residency.ABANDONED, Residency.RESIDENT, Residency.PINNED)
 STAYS = (  # states of a job whose slice stays unless it is ordered to leave
     TaskState.TRANSMITTING,
@@ -193,8 +194,8 @@ class ArenaAllocator:
             other = self.model_of(region)
             if family is None or cost is None or other is None or other.name not in family.members:
                 continue
-            if other.residency.state is Residency.RESIDENT:
-                share = family.share(other.name, replica.name)
+            share = family.share(other.name, replica.name)
+            if other.residency.state is Residency.RESIDENT and share <= MAX_SHARE:
                 is_home = region.offset_bytes == replica.preferred_offset_bytes
                 cost = tuple([share * part * (HOME_WEIGHT if is_home else 1.0) for part in cost])
                 if model.base == other.model.base and model.serving.state is VersionState.CURRENT:
