@@ -311,7 +311,9 @@ class ClusterVerbs(Members):
         if body.get("as_version") or body.get("like"):
             raise errors.InvalidInput(
                 "a cluster has only one version of each model, and no model like another",
-                hint="give the source, under a name that no model has",
+                hint="register it by its source"
+                if body.get("like")
+                else f"pipeswitch unregister {model}, then register it with the new weights",
             )
         with self._choosing:
             files = {text for text in body.values() if isinstance(text, str)} & self._files.keys()
