@@ -31,7 +31,7 @@ from .server import Server
 log = logging.getLogger(__name__)
 
 EXTEND_EVERY_S: Final = 15  # while it restores models, a manager gets an extension so often
-TELL_EVERY_S: Final = 2.0  # a start that takes longer says what it does, at most so often
+TELL_EVERY_S: Final = 2.0  # interval of the lines about a start that takes longer
 EXACT_BELOW_S: Final = 0.01  # epoll rounds up to milliseconds, too coarse for shorter waits
 
 

@@ -77,7 +77,7 @@ def test_a_factory_is_matched_by_its_module_alone() -> None:
 
 @pytest.mark.parametrize("adapter", ["adapters/mine", "mine", "/srv/mine"])
 def test_only_the_owner_names_the_folder_of_an_adapter(adapter: str) -> None:
-    """It would be opened relative to the server's folder."""
+    """The build would open this path relative to the server's folder."""
     asked = RegisterRequest(like="m", adapter=adapter)
     with pytest.raises(PermissionDenied, match=adapter):
         check_origin(asked, STRANGER, Rules())

@@ -98,7 +98,7 @@ def test_only_the_requests_whose_rows_were_copied_are_computed_by_rows() -> None
 
 
 def test_a_run_by_rows_does_not_prove_that_the_table_has_arrived() -> None:
-    """It may end before the table's copy does; the next request waits for the table."""
+    """Such a run may end before the table's copy ends; the next request waits for that copy."""
     rig, replies = Tables(END, 3), []
     for arrives in (False, True, False):
         if arrives:

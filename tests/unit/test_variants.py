@@ -29,7 +29,7 @@ from tests.unit.test_scheduler_rules import MIB, Rig, received
 from tests.unit.test_tables_by_rows import slab
 
 LAYER = 5 * MIB  # each model has two groups of two layers
-OWN = {"a": (), "b": (3,), "c": (0, 3), "d": (2,), "ada.d": (3,), "ada.e": (2, 3), "all": range(4)}
+OWN = {"a": (), "b": (3,), "c": (0, 3), "d": (2,), "ada.d": (3,), "all": range(4)}
 
 
 class Variants(Rig):
@@ -38,7 +38,7 @@ class Variants(Rig):
     def __init__(self, arena_mib: int = 22, **settings: Any) -> None:
         self.orders: list[TransmitModel] = []
         super().__init__(arena_bytes=arena_mib * MIB, **settings)
-        for name in ("a", "b", "c", "d", "ada.d", "ada.e", "all", "older", "code"):
+        for name in ("a", "b", "c", "d", "ada.d", "all", "older", "code"):
             self.register(name, 20)
 
     def built(self, name: str, mib: int, op_id: Any) -> None:

@@ -12,7 +12,7 @@ from ..state.variants import Family, Layout, layout_of
 
 
 class Variants:
-    """All families of a device, by layout."""
+    """The families of a device; the models of one family have the same layout."""
 
     def __init__(self, device: DeviceState) -> None:
         self._device = device

@@ -38,7 +38,7 @@ class Likes:
         """Return the model whose program the registration takes; None: its source is exported.
 
         Raises:
-            ModelNotFound, PermissionDenied: there is no such model, or it is another tenant's.
+            ModelNotFound, PermissionDenied: no model has this name; it belongs to another tenant.
         """
         if not event.like:
             return None

@@ -326,7 +326,7 @@ class Interrupt(_Message, frozen=True):
     """Write the worker's stop word, and release its stream (ADR 14).
     A streamed model's pass then yields between two groups, or a multi-step run ends early. A script
     that keeps the interpreter's lock while its queue is held can answer its stop. If the turn word
-    is no longer ``turn``, the script has just stopped, and its stream stays held."""
+    differs from ``turn``, the script has stopped meanwhile, and its stream stays held."""
 
     target: Address
     op_id: OpId
