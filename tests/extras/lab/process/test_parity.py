@@ -65,9 +65,9 @@ class Slow(torch.nn.Module):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        # Each model takes four times as long as the previous one. The policy sjf compares the
-        # times of first runs, and these can double on a busy machine.
-        self.net, self.rows = mlp(WIDTH, DEPTH, number), 512 << 2 * number
+        # The policy sjf compares the times of first runs, and on a busy machine one of 12 ms can
+        # take 50, so the next model takes eight times as long.
+        self.net, self.rows = mlp(WIDTH, DEPTH, number), (512, 4096, 16384)[number]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.net(x.repeat(self.rows, 1))[:1]
@@ -158,7 +158,7 @@ def _is_on_the_device(client: Client, names: list[str]) -> bool:
 
 
 def _simulated(policy: str) -> Any:
-    names, takes_ms = list(dict.fromkeys(ORDER)), {"long": 500.0, "a": 12.5, "b": 50.0, "c": 200.0}
+    names, takes_ms = list(dict.fromkeys(ORDER)), {"long": 500.0, "a": 12.5, "b": 100.0, "c": 400.0}
     paper = [
         PaperModel(
             name=name,
