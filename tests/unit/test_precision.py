@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import save_file
 from torch import nn
 
 from pipeswitch.base.errors import RegistrationRefused
@@ -131,10 +132,16 @@ def built(
     return build(spec, folder / "out", lambda *progress: None, packs_weights=packs_weights)
 
 
+def again(folder: Path, out: str, *, packs_weights: bool = True, **options: Any) -> Manifest:
+    """Build the program in a folder again, into another folder beside it."""
+    spec = BuildSpec(name="m", source=str(folder / "program.bundle"), **options)
+    return build(spec, folder.parent / out, lambda *progress: None, packs_weights=packs_weights)
+
+
 def answers(
-    manifest: Manifest, folder: Path, inputs: tuple[torch.Tensor, ...]
+    manifest: Manifest, folder: Path, inputs: tuple[torch.Tensor, ...], out: str = "out"
 ) -> list[torch.Tensor]:
-    path = folder / "out" / packing.DERIVED_FILE
+    path = folder / out / packing.DERIVED_FILE
     graph = read_bundle(path, manifest.head_sha256, is_derived=True).graph
     image = load_image(path, manifest).untyped_storage()
     kernels = (
@@ -401,6 +408,28 @@ def test_a_gain_within_the_noise_of_a_measurement_is_none(
     monkeypatch.setattr(precision, "call_times", lambda *_, inputs: [[1.0], [fast_ms]])
     manifest = built(nn.Linear(64, 64), (torch.randn(2, 64),), tmp_path)
     assert (manifest.precision is not None) is gains
+    for module in (fusing, precision):
+        monkeypatch.setattr(module, "call_times", None)  # a rebuild times nothing
+    manifest = again(tmp_path / "out", "again", precision="fast")
+    assert (manifest.precision is not None) is gains
+
+
+@pytest.mark.parametrize("name", ["fast", "bf16", "int8"])
+def test_other_weights_take_the_times_and_are_compared_anew(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, other = torch.randn(2, 8, 12, 12), Block().eval()
+    base = built(Block(), (x,), tmp_path, name).precision
+    save_file(other.state_dict(), weights := tmp_path / "other.safetensors")
+    for module in (fusing, precision):
+        monkeypatch.setattr(module, "call_times", None)
+    manifest = again(tmp_path / "out", "new", weights=str(weights), precision=name)
+    assert base is not None
+    assert manifest.precision is not None
+    assert manifest.precision.ms == base.ms
+    assert manifest.precision.max_error != base.max_error
+    [answer] = answers(manifest, tmp_path, (x,), "new")
+    torch.testing.assert_close(answer, other(x), rtol=0.1, atol=0.1 if name != "fast" else 1e-4)
 
 
 @pytest.mark.parametrize("there", ["more threads", "torch's layout"])
@@ -411,10 +440,8 @@ def test_a_rebuild_packs_the_same_calls_whatever_it_measures(
         times = [[2.0, 2.0], [first_ms, last_ms]]
         monkeypatch.setattr(fusing, "call_times", lambda *_, inputs: times)
 
-    def again(number: int, **options: bool) -> Manifest:
-        source = str(tmp_path / f"{number - 1}" / "program.bundle")
-        spec = BuildSpec(name="m", source=source, precision="fast")
-        return build(spec, tmp_path / f"{number}", lambda *progress: None, **options)
+    def once_more(number: int, **options: bool) -> Manifest:
+        return again(tmp_path / f"{number - 1}", f"{number}", precision="fast", **options)
 
     measure(3.0, 1.0)
     layers = nn.Linear(16, 16), nn.Linear(16, 32)
@@ -422,15 +449,15 @@ def test_a_rebuild_packs_the_same_calls_whatever_it_measures(
     (tmp_path / "out").rename(tmp_path / "0")
     measure(1.0, 3.0)
     monkeypatch.setattr(precision, "call_times", lambda *_, inputs: [[1.0], [2.0]])  # no gain
-    assert again(1).digest == first.digest
+    assert once_more(1).digest == first.digest
     monkeypatch.setattr(precision, "call_times", lambda *_, inputs: [[2.0], [1.0]])
     if there == "more threads":
         monkeypatch.setattr(precision, "fingerprint", lambda *_: there)
-        assert again(2).digest != first.digest  # measured there
+        assert once_more(2).digest != first.digest  # measured there
     else:
-        assert again(2, packs_weights=False).digest != first.digest
+        assert once_more(2, packs_weights=False).digest != first.digest
     monkeypatch.setattr(precision, "fingerprint", fingerprint)
-    assert again(3).digest == first.digest
+    assert once_more(3).digest == first.digest
 
 
 def test_machines_that_derive_other_forms_name_one_program(

@@ -82,10 +82,13 @@ def with_batching(
     )
 
 
-def is_batch_invariant(manifest: Manifest, compute: Plain, limit: int) -> bool | None:
+def is_batch_invariant(
+    manifest: Manifest, compute: Plain, limit: int, batches: Sequence[int] = BATCHES
+) -> bool | None:
     """Return whether a batch's rows have the bits of rows computed alone; None without batches.
 
-    ``limit`` is the maximum batch of several requests; 0: requests are not batched.
+    ``limit`` is the maximum batch of several requests; 0: requests are not batched. ``batches`` are
+    sizes to compare, besides the largest.
     """
     low, high = manifest.batch
     limit = min(limit or high, MAX_COMPARED * low)
@@ -93,7 +96,7 @@ def is_batch_invariant(manifest: Manifest, compute: Plain, limit: int) -> bool |
         check_joinable(manifest, limit)
     except RegistrationRefused:
         return None
-    sizes = {size * low for size in (*BATCHES, limit // low) if 1 < size <= limit // low}
+    sizes = {size * low for size in (*batches, limit // low) if 1 < size <= limit // low}
     try:
         return _are_exact(manifest, sizes, compute, 0.0)
     except RegistrationRefused:  # rows differ by more than rounding, or integers differ

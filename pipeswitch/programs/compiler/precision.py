@@ -32,9 +32,9 @@ from ..running.executor import GraphProgram, PackedKernels
 from ..running.tensor_views import tensor_over
 from ..running.values import tensor_bytes
 from ..spec import fingerprint
-from .batching_check import is_batch_invariant
+from .batching_check import BATCHES, is_batch_invariant
 from .checking import differences, workers_default_dtype
-from .fusing import TIMED, Derived, Walk, call_times, fused, walk
+from .fusing import PRODUCTS, TIMED, Derived, Walk, call_times, fused, walk
 from .lowering import MAX_COARSE, lowered
 from .verify import answered, load_examples, load_image
 
@@ -69,11 +69,13 @@ def derive(
     bucket_bytes: int,
     kernels: PackedKernels,
     limit: int = 0,
+    known: Precision | None = None,
 ) -> Manifest:
     """Write the program in precision ``name`` into ``folder`` and return its manifest.
 
     If the derived program is not faster (``fast``) or smaller (others), return the plain program's
     manifest with a note. ``limit`` is the maximum batch of several requests; 0: none are batched.
+    ``known`` is that of the same program with other weights: times that it has are not measured.
 
     Raises:
         RegistrationRefused: an output is not finite, or its error is above ``max_error``.
@@ -88,10 +90,14 @@ def derive(
     pairs[:1] = [(examples, plain(examples))] if examples else pairs[:1]
     timed = [one for one, _ in pairs]
     here = fingerprint(kernels.layout, torch.get_num_threads())
-    chosen = manifest.extra.get(PLAIN_CALLS, {}).get(here)  # so a rebuild has the same bits
+    # The same calls as in an earlier build, so that a rebuild has the same bits.
+    chosen = manifest.extra.get(PLAIN_CALLS, {}).get(here) if name == "fast" else None
     derived = fused(bundle.graph, weights, timed, kernels, name, chosen)
+    if known and (known.name, known.fingerprint, bool(known.ms)) != (name, here, True):
+        known = None
     if name == "fast" and not derived.packed_count:
-        return stays_exact(manifest, name, "no call gains")
+        noted = _with_plain_calls(manifest, here, derived.plain)
+        return stays_exact(noted, name, "no call gains")
     path = folder / DERIVED_FILE
     draw = partial(answered, manifest.inputs, shapes[0], examples, plain)
     for max_coarse in (MAX_COARSE, 0.0) if name == "int8" else (0.0,):
@@ -109,14 +115,23 @@ def derive(
             path.unlink()
             return stays_exact(manifest, name, str(error)[:200])
     walks = walk(bundle.graph, weights), walk(form.graph, form.weights, kernels)
-    times = _times(walks, timed[:TIMED]) if kernels.computes_here else []
+    times: list[Times] = [(known.plain_ms, known.ms)] if known else []
+    if not known and kernels.computes_here:
+        times = _times(walks, timed[:TIMED])
     why_exact, note = _gain(name, shapes, times, saves=ours.total_bytes < manifest.total_bytes)
     if why_exact and chosen is None:
         path.unlink()
+        if name == "fast":
+            products = [at for at, one in enumerate(bundle.graph.nodes) if one.target in PRODUCTS]
+            manifest = _with_plain_calls(manifest, here, products)
         return stays_exact(manifest, name, why_exact)
     ours = _with_copies(ours) if name in HALF else _with_plain_calls(ours, here, form.plain)
-    ours = with_note(ours, note)
-    is_invariant = is_batch_invariant(ours, fast, limit) if times else None
+    ours = with_note(ours, note + (", as measured before" if known else ""))
+    is_invariant = known.is_batch_invariant if known else True
+    if not times:
+        is_invariant = None
+    elif is_invariant:  # where another size computes otherwise is the program's: known
+        is_invariant = is_batch_invariant(ours, fast, limit, () if known else BATCHES)
     precision = _precision(name, manifest, form, kernels, is_invariant, times, errors)
     text = f"{manifest.digest} {name} {here} {ours.weights_sha256} {_digest(examples)}"
     text += "" if kernels.layout == "onednn" else f" {kernels.layout}"

@@ -137,15 +137,16 @@ def _in_precision(
         why = "module mode has no graph to change"
     if why:
         return stays_exact(manifest, name, why)
-    source = Path(spec.source)
-    if name == "fast" and source.name == BUNDLE_FILE:  # the program is built again
+    source, known = Path(spec.source), None
+    if source.name == BUNDLE_FILE:  # of this model, or of one with other weights
         with contextlib.suppress(RegistrationRefused):  # its manifest is missing or damaged
-            extra = {PLAIN_CALLS: load_manifest(source.parent).extra.get(PLAIN_CALLS, {})}
+            other = load_manifest(source.parent)
+            extra, known = {PLAIN_CALLS: other.extra.get(PLAIN_CALLS, {})}, other.precision
             manifest = msgspec.structs.replace(manifest, extra=manifest.extra | extra)
     limit, _ = batched_as(manifest, spec) or (0, 0.0)
     max_error = spec.max_error or MAX_ERROR.get(name, kernels.fast_error)
     try:
-        ours = derive(manifest, out_dir, name, max_error, spec.bucket_bytes, kernels, limit)
+        ours = derive(manifest, out_dir, name, max_error, spec.bucket_bytes, kernels, limit, known)
     except RegistrationRefused as error:
         if name != "fast" or spec.max_error:  # ``fast`` may be a default that nobody asked for
             raise
