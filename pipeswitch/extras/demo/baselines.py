@@ -1,7 +1,8 @@
 """The demo's two baselines, each in a plain process without PipeSwitch in the path.
 
-``ready PLAN``         all models are loaded, eager, without training: it answers the same requests
-                       at the same times, first come first served. This is the lower bound.
+``ready PLAN``         all models are loaded, eager, without training. Then it reads a schedule, and
+                       answers the same requests at the same times, first come first served. This
+                       is the lower bound.
 ``start PLAN MODEL``   stop-and-start: all that a new process does for its first request: import,
                        build, load the weights from a warm file cache, run.
 
@@ -50,18 +51,22 @@ def _ready(plan: Mapping[str, Any]) -> None:
 
     models, inputs, differences = {}, {}, {}
     for name in plan["models"]:
-        model = load_source(_spec(plan, name)).module
-        save_file({key: t.contiguous() for key, t in _tensors(model)}, _file(plan, name))
-        models[name], inputs[name] = model, _inputs(plan, name)
+        models[name] = load_source(_spec(plan, name)).module
+        tensors = {key: t.contiguous() for key, t in _tensors(models[name])}
+        save_file(tensors, _file(plan, name))
+    _say({"built": list(models)})
+    schedule = json.loads(sys.stdin.readline())
+    for name, model in models.items():
+        inputs[name] = _inputs(plan, name)
         answer = torch.from_numpy(np.load(Path(plan["folder"], f"{name}.answer.npy")))
         ours = next(iter(flatten_outputs(model(*inputs[name])).values()))
         differences[name] = (ours - answer).abs().max().item()
-    latencies: list[tuple[str, float]] = []
+    latencies: list[float] = []
     began_s = time.perf_counter()
-    for due_s, name in plan["schedule"]:
+    for due_s, name in schedule:
         time.sleep(max(0.0, began_s + due_s - time.perf_counter()))
         models[name](*inputs[name])
-        latencies.append((name, (time.perf_counter() - began_s - due_s) * 1000.0))
+        latencies.append((time.perf_counter() - began_s - due_s) * 1000.0)
     _say({"latencies_ms": latencies, "differences": differences})
 
 

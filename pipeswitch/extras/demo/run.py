@@ -1,9 +1,9 @@
 """``pipeswitch demo``: a real server, three models and a training job, with measured costs.
 
-In order: start a server whose arena holds about two of the three models; register them; train
-(``demo.digits``); send Poisson requests that alternate over the models; stop. Then run the two
-baselines (``demo.baselines``) on the same machine. Every number shown is measured in this run.
-This process never imports torch.
+In order: start a server whose arena holds about two of the three models; register them, and one of
+them in precision ``fast``, too; train (``demo.digits``); send Poisson requests that alternate over
+these four; stop. Then run the two baselines (``demo.baselines``) on the same machine. Every number
+shown is measured in this run. This process never imports torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -80,12 +80,13 @@ class Plan:
     """Plan of a run; the defaults are small enough for two cores."""
 
     models: Mapping[str, DemoModel] = field(default_factory=_default_models)
+    fast: str = "inception_v3"  # the model that is served in precision fast, too
     weights: str = "random:0"
     arena: str = "704MiB"  # room for two of the models and the job, so that requests switch models
-    host_store: str = "2GiB"  # each model twice, exact and fast
-    requests: int = 40
+    host_store: str = "1GiB"
+    requests: int = 32  # eight for each model, and for the one in precision fast
     load: float = 0.4  # share of time that requests should take; it sets their rate
-    alone_s: float = 4.0  # length of each measurement of training without requests
+    alone_s: float = 3.0  # length of each measurement of training without requests
     start_rounds: int = 1  # stop-and-start trials per model
     seed: int = 0
 
@@ -146,7 +147,7 @@ class Demo:
 
     def __init__(self, plan: Plan, console: Console, folder: Path, out: Path) -> None:
         self._plan, self._console = plan, console
-        self._folder, self._out = folder, out
+        self._folder, self._out, self._plan_file = folder, out, folder / "plan.json"
         self._inputs: dict[str, list[Any]] = {}
         self._expected: dict[str, Any] = {}  # each model's answer to its inputs before the job
         self._threads = 1
@@ -154,9 +155,15 @@ class Demo:
     def run(self) -> dict[str, Any]:
         """Run all phases; return the content of ``demo.json``."""
         began_s = time.monotonic()
-        with self._started() as (running, client):
-            served = self._serve(running, client)
-        baselines = self._baselines(served.pop("schedule"))
+        with contextlib.ExitStack() as stack:
+            with self._started() as (running, client):
+                self._threads = int(client.about()["threads"])
+                facts = {"threads": self._threads, "folder": str(self._folder)}
+                self._plan_file.write_text(json.dumps(asdict(self._plan) | facts))
+                # It builds its models while the server builds ours: that takes another core.
+                ready = stack.enter_context(_baseline("ready", self._plan_file))
+                served = self._serve(running, client, ready)
+            baselines = self._baselines(ready, served.pop("schedule"))
         result = {**served, **baselines, "took_s": round(time.monotonic() - began_s, 1)}
         result["largest_difference"] = max(
             served["largest_change"], *baselines["differences"].values()
@@ -166,7 +173,7 @@ class Demo:
     def stay(self) -> None:
         """Serve until interrupted; send requests at random times to the models in turn."""
         with self._started(http=True) as (_, client):
-            self._register(client)
+            self._register(client, self._plan.models)
             self._warm_up(client)
             job = client.train(ENTRY, name=JOB, args=["--epochs", "100000"])
             self._wait_for_first_step(client, job)
@@ -198,14 +205,19 @@ class Demo:
 
     # ---- our side ------------------------------------------------------------------------------
 
-    def _serve(self, running: RunningServer, client: Client) -> dict[str, Any]:
+    def _serve(
+        self, running: RunningServer, client: Client, ready: subprocess.Popen[str]
+    ) -> dict[str, Any]:
         about = client.about()
-        self._threads = int(about["threads"])
         _, _, facts = running.ready_line.partition(" device ")
         self._say(f"device {facts}, {self._threads} compute thread(s)")
-        self._register(client)
+        fast_name = self._plan.fast + FAST
+        self._register(client, [*self._plan.models, fast_name])
         with self._console.status("first requests to each model"):
             rate_per_s = self._warm_up(client)
+            client.infer(fast_name, self._inputs[self._plan.fast])
+            assert ready.stdout is not None
+            ready.stdout.readline()  # its models are built: it computes nothing beside the requests
         training_began_s = time.monotonic()
         stop_file = self._folder / "stop"
         job = client.train(
@@ -217,7 +229,6 @@ class Demo:
         due = list(instants("poisson", rate_per_s, self._plan.requests, self._plan.seed))
         outcomes = self._send(client, due)
         end = _steps(job)
-        fast = self._send(client, due, FAST)
         after = self._measure_alone(job, "alone, after the requests")
         stop_file.touch()
         with self._bar("training its last epoch", 1) as advance:
@@ -225,13 +236,13 @@ class Demo:
             advance()
         seconds = time.monotonic() - training_began_s
         (self._out / "demo-timeline.json").write_text(json.dumps(client.trace(seconds)))
-        stats = client.stats()
+        stats, exact = client.stats(), [one for one in outcomes if one[0] != fast_name]
+        fast = [one for one in outcomes if one[0] == fast_name]
         return {
             **self._facts(about, rate_per_s),
-            **_answers(outcomes),
-            "largest_change": max(self._change(name, outcome) for name, outcome in outcomes),
-            "fast": _answers(fast)
-            | {"largest_error": max(self._error(name, outcome) for name, outcome in fast)},
+            **_answers(exact),
+            "largest_change": max(self._change(*one) for one in exact),
+            "fast": _answers(fast) | {"largest_error": max(self._error(*one) for one in fast)},
             "training": _training(ended, before, _between(start, end), after, outcomes)
             | {"accuracy_percent": _accuracy_percent(job)},
             "switches": stats["switches"],
@@ -258,10 +269,10 @@ class Demo:
             "plan": asdict(self._plan),
         }
 
-    def _register(self, client: Client) -> None:
+    def _register(self, client: Client, names: Iterable[str]) -> None:
         with self._progress() as progress:
-            for name, source, precision in self._forms():
-                model = self._plan.models[source]
+            for name in names:
+                model = self._plan.models[name.removesuffix(FAST)]
                 line = progress.add_task(f"registering {name}", total=1.0)
 
                 def show(stage: str, fraction: float, line: Any = line, name: str = name) -> None:
@@ -273,7 +284,7 @@ class Demo:
                     model.source,
                     weights=self._plan.weights,
                     inputs=dict(model.inputs),
-                    precision=precision,
+                    precision="fast" if name.endswith(FAST) else "exact",
                     progress=show,
                 )
                 progress.remove_task(line)
@@ -281,11 +292,6 @@ class Demo:
                     f"registered {name}: {int(row['bytes']) / (1 << 20):.0f} MiB "
                     f"in {row['groups']} layer groups"
                 )
-
-    def _forms(self) -> list[tuple[str, str, str]]:
-        """Return each model's registered name, its name in the plan, and its precision."""
-        names = list(self._plan.models)
-        return [(n, n, "exact") for n in names] + [(n + FAST, n, "fast") for n in names]
 
     def _warm_up(self, client: Client) -> float:
         """Send two requests to each model, keep the answers; return the request rate per second."""
@@ -301,8 +307,6 @@ class Demo:
             totals_ms.append(answer.timing.total_ms)
             self._expected[name] = next(iter(answer.outputs.values()))
             np.save(self._folder / f"{name}.answer.npy", self._expected[name])
-        for name in self._plan.models:
-            client.infer(name + FAST, self._inputs[name])
         return self._plan.load * 1000.0 / demo_report.mean(totals_ms)
 
     def _wait_for_first_step(self, client: Client, job: Task) -> None:
@@ -328,21 +332,15 @@ class Demo:
         return seconds, steps
 
     def _turns(self) -> list[str]:
-        """Return the name of the model for each request: all models in turn."""
-        names = list(self._plan.models)
+        """Return the name of the model for each request: all models in turn, then the fast one."""
+        names = [*self._plan.models, self._plan.fast + FAST]
         return [names[index % len(names)] for index in range(self._plan.requests)]
 
-    def _send(
-        self, client: Client, due: list[float], suffix: str = ""
-    ) -> list[tuple[str, RequestOutcome]]:
-        """Send the requests in an open loop: a slow answer does not delay the next request.
-
-        ``suffix`` is appended to the models' names.
-        """
+    def _send(self, client: Client, due: list[float]) -> list[tuple[str, RequestOutcome]]:
+        """Send the requests in an open loop: a slow answer does not delay the next request."""
         sent = []
         with self._bar(
-            f"{len(due)} requests{' in precision fast' * bool(suffix)}, Poisson, alternating over "
-            f"{len(self._plan.models)} models",
+            f"{len(due)} requests, Poisson, alternating over {len(self._plan.models)} models",
             len(due),
         ) as advance:
             begin_s = time.perf_counter()
@@ -350,7 +348,7 @@ class Demo:
                 time.sleep(max(0.0, begin_s + due_s - time.perf_counter()))
                 outcome = RequestOutcome(index)
                 at_s = time.perf_counter()
-                future = client.submit(name + suffix, self._inputs[name])
+                future = client.submit(name, self._inputs[name.removesuffix(FAST)])
                 future.add_done_callback(_keeper(outcome, at_s, advance))
                 sent.append((name, outcome, future))
             for _, _, future in sent:
@@ -363,42 +361,38 @@ class Demo:
         if outcome.result is None:
             return 0.0  # reported as an error
         answer = next(iter(outcome.result.outputs.values()))
-        return float(np.abs(answer - self._expected[name]).max())
+        return float(np.abs(answer - self._expected[name.removesuffix(FAST)]).max())
 
     def _error(self, name: str, outcome: RequestOutcome) -> float:
         """Return an answer's error relative to the largest output of the exact model."""
-        largest = float(np.abs(self._expected[name]).max())
+        largest = float(np.abs(self._expected[name.removesuffix(FAST)]).max())
         return self._change(name, outcome) / (largest or 1.0)
 
     # ---- the baselines -------------------------------------------------------------------------
 
-    def _baselines(self, schedule: list[tuple[float, str]]) -> dict[str, Any]:
-        path = self._folder / "plan.json"
-        path.write_text(
-            json.dumps(
-                {
-                    **asdict(self._plan),
-                    "threads": self._threads,
-                    "folder": str(self._folder),
-                    "schedule": schedule,
-                }
-            )
-        )
+    def _baselines(
+        self, ready: subprocess.Popen[str], schedule: list[tuple[float, str]]
+    ) -> dict[str, Any]:
+        turns = [(due_s, name.removesuffix(FAST)) for due_s, name in schedule]
         with self._bar("ready model: the same requests, no training", 1) as advance:
-            ready = _baseline("ready", path)
+            result = _result(ready, json.dumps(turns))
             advance()
+        pairs = list(zip(self._turns(), result["latencies_ms"], strict=True))
+        fast = [(name, value_ms) for name, value_ms in pairs if name.endswith(FAST)]
         starts_ms: list[tuple[str, float]] = []
         names = list(self._plan.models) * self._plan.start_rounds
         with self._bar("stop-and-start: a new process for each request", len(names)) as advance:
             for name in names:
                 began_s = time.perf_counter()
-                _baseline("start", path, name)
+                with _baseline("start", self._plan_file, name) as process:
+                    _result(process)
                 starts_ms.append((name, (time.perf_counter() - began_s) * 1000.0))
                 advance()
         return {
-            "ready_model": _latencies(ready["latencies_ms"]),
+            "ready_model": _latencies([pair for pair in pairs if pair not in fast]),
+            "ready_model_in_fast_turns": _latencies(fast),
             "stop_and_start": _latencies(starts_ms),
-            "differences": ready["differences"],
+            "differences": result["differences"],
         }
 
     # ---- the screen ----------------------------------------------------------------------------
@@ -535,24 +529,31 @@ def _problems(result: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _baseline(*arguments: str | Path) -> dict[str, Any]:
-    """Run a baseline process to its end; return its result.
-
-    Raises:
-        PipeSwitchError: it failed; the text has the end of its stderr.
-    """
+@contextlib.contextmanager
+def _baseline(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
+    """Start a baseline's process; kill it at the end."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "pipeswitch.extras.demo.baselines", *map(str, arguments)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
-        output, errors = process.communicate(timeout=BASELINE_TIMEOUT_S)
+        yield process
     finally:
         process.kill()
         process.wait()
+
+
+def _result(process: subprocess.Popen[str], order: str = "") -> dict[str, Any]:
+    """Send ``order`` to a baseline, and wait for its end; return its result.
+
+    Raises:
+        PipeSwitchError: it failed; the text has the end of its stderr.
+    """
+    output, errors = process.communicate(order, timeout=BASELINE_TIMEOUT_S)
     if process.returncode:
-        raise PipeSwitchError(f"baseline {arguments[0]} failed: {errors.strip()[-500:]}")
+        raise PipeSwitchError(f"a baseline failed: {errors.strip()[-500:]}")
     result: dict[str, Any] = json.loads(output.splitlines()[-1])
     return result

@@ -44,11 +44,13 @@ def _result(**changes: object) -> dict[str, object]:
         "device_time_of_requests_percent": 40.0,
         "accuracy_percent": 98.5,
     }
-    ends = {"count": 2, "p50_ms": 12.0, "p99_ms": 4200.0, "by_model": {"m": {}}}
+    ends = {"count": 2, "p50_ms": 12.0, "p95_ms": 4200.0, "by_model": {"m": {}}}
     bill = {**BILL, "resident_count": 1, "preempted_count": 2}
     return {
         "pipeswitch": {**ends, **bill},
+        "plan": {"fast": "m"},
         "ready_model": ends,
+        "ready_model_in_fast_turns": ends,
         "stop_and_start": ends,
         "training": training,
         "errors": [],
@@ -75,7 +77,7 @@ def test_the_table_shows_the_run_and_nothing_else() -> None:
         "98.5 %",
         "bit-equal",
         "7.0 ms",
-        "0.58 of the ready model's",
+        "0.58 of the ready m's",
         "1.0e-06",
     ):
         assert part in shown
@@ -86,7 +88,7 @@ def test_a_lower_bound_that_is_none_is_said_to_be_noise() -> None:
     quiet = _result()
     demo_report.show(quiet, Console(file=text, width=200))
     assert "run it again" not in text.getvalue()
-    slow = {"count": 2, "p50_ms": 13.0, "p99_ms": 4200.0, "by_model": {"m": {}}}
+    slow = {"count": 2, "p50_ms": 13.0, "p95_ms": 4200.0, "by_model": {"m": {}}}
     demo_report.show(_result(ready_model=slow), Console(file=text, width=200))
     assert "run it again" in text.getvalue()
 
