@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any, Final
 import click
 
 from pipeswitch.base.errors import InvalidInput, PipeSwitchError
+from pipeswitch.base.machine import available_bytes
 from pipeswitch.cli.common import check_folder, json_option
 
+from . import papers
 from .machine import machine_facts
 from .models import MODELS
 from .precision import CASES as PRECISION_CASES
@@ -21,29 +24,30 @@ from .readme import newest
 from .trials import Run
 
 ROOT: Final = Path(__file__).resolve().parents[1]
+GIB: Final = 1 << 30
 
-NAMES: Final = (
-    "switch",
-    "variants",
-    "swap",
-    "throughput",
-    "pipeline",
-    "memory",
-    "workers",
-    "state",
-    "interference",
-    "request-path",
-    "gateway",
-    "crowd",
-    "training",
-    "devices",
-    "shared-input",
-    "generation",
-    "peers",
-    "precision",
-)
-BENCHMARKS: Final = {name: name.replace("-", "_") for name in NAMES}
-"""Module in ``benchmarks`` for each name on the command line; each module has ``run``."""
+NEEDS_GIB: Final = {
+    "switch": 0.0,
+    "variants": 0.0,
+    "swap": 0.0,
+    "throughput": 0.0,
+    "pipeline": 0.0,
+    "memory": 1.5,
+    "workers": 6.0,
+    "state": 3.5,
+    "interference": 0.0,
+    "request-path": 0.0,
+    "gateway": 0.0,
+    "crowd": 0.0,
+    "training": 0.0,
+    "devices": 0.0,
+    "shared-input": 0.0,
+    "generation": 0.0,
+    "peers": 0.0,
+    "precision": 0.0,
+}
+"""Memory that each benchmark's own models need; 0: not measured."""
+NAMES: Final = tuple(NEEDS_GIB)  # each has a module with ``run``
 
 
 def run(
@@ -57,19 +61,18 @@ def run(
     trials: int = 0,
     emit: Callable[[str], None] | None = None,
 ) -> int:
-    """Run benchmarks; return exit status 0, even if a target is missed.
+    """Run benchmarks (all without ``names``); return exit status 0, even if a target is missed.
 
-    Args:
-        names: names of the benchmarks; all of them if empty.
-        models: models to measure; if empty, each benchmark uses its own models.
-        is_quick: run few trials, in less than two minutes for each benchmark.
-        trials: number of rounds of each case; if 0, each benchmark uses its own number.
-        out: folder for one Markdown and one JSON file of each benchmark.
-        as_json: print one JSON line per trial instead of progress and tables.
-        emit: function that gets each line of output; the default prints the line.
+    ``emit`` gets each line of output. The other arguments are options of the command.
     """
-    for unknown in [name for name in names if name not in BENCHMARKS]:
-        raise InvalidInput(f"no benchmark {unknown!r}", hint=f"one of {', '.join(BENCHMARKS)}")
+    for unknown in [name for name in names if name not in NAMES]:
+        raise InvalidInput(f"no benchmark {unknown!r}", hint=f"one of {', '.join(NAMES)}")
+    for name in (names or NAMES) if not models else ():
+        if (need := NEEDS_GIB[name]) * GIB > (free := available_bytes()):
+            raise InvalidInput(
+                f"{name} needs {need:g} GiB of free memory, and this machine has {free / GIB:.1f}",
+                hint="end other programs, or name smaller models: --models resnet18",
+            )
     known = {*MODELS, *PRECISION_CASES}
     for unknown in [name for name in models if name not in known]:
         raise InvalidInput(f"no model {unknown!r} here", hint=f"one of {', '.join(sorted(known))}")
@@ -79,7 +82,7 @@ def run(
     tell = emit or click.echo
     facts = machine_facts()  # taken once, before the benchmarks themselves load the machine
     for name in names or NAMES:
-        module: Any = importlib.import_module(f".{BENCHMARKS[name]}", __package__)
+        module: Any = importlib.import_module(f".{name.replace('-', '_')}", __package__)
         command = _command(name, models, is_quick, trials)
         bench = Run(name, command, is_quick, seed, as_json, tell, facts, trials_asked=trials)
         try:
@@ -123,10 +126,10 @@ def listing() -> list[str]:
             else "not kept"
         )
         lines.append(f"  {name:<14}{detail}")
-    return lines
+    return [*lines, f"papers: {', '.join(papers.benchmarks())}; --out DIR: with the pictures"]
 
 
-@click.command(epilog=f"{', '.join(NAMES)}, or all.")
+@click.command(epilog=f"{', '.join(NAMES)}, papers, or all.")
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option("--models", default="", help="Such as resnet152,inception_v3,bert-base,mlp.")
 @click.option("--quick", is_flag=True, help="Under two minutes each, few trials.")
@@ -147,16 +150,20 @@ def main(
     if not names:
         click.echo("\n".join(listing()))
         return
-    names = () if names == ("all",) else names
+    is_papers = names == ("papers",)
+    names = () if names == ("all",) else tuple(papers.benchmarks()) if is_papers else names
     # Servers and rivals import this package, too: its factories create the models that they serve.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))
     chosen = [model for model in models.split(",") if model]
     folder = Path(out) if out else None
     options: dict[str, Any] = {"trials": trials, "as_json": as_json, "seed": seed}
     try:
-        sys.exit(run(names, models=chosen, is_quick=quick, out=folder, **options))
+        status = run(names, models=chosen, is_quick=quick, out=folder, **options)
     except PipeSwitchError as error:
         raise click.ClickException(str(error)) from None
+    if is_papers and folder:
+        runpy.run_path(str(ROOT / "docs" / "picture.py"))["draw"](folder, folder)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

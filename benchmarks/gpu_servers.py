@@ -284,12 +284,8 @@ def _tax(client: Any, folder: Path, holds: str, arms: dict[str, dict[str, int]])
 
     rows: dict[str, list[dict[str, list[float]]]] = {arm: [] for arm in ("plain", *arms)}
     with (
-        contextlib.closing(
-            _Blocks(folder / "plain", lambda w: subprocess.Popen([*command, *w]))
-        ) as plain,
-        contextlib.closing(
-            _Blocks(folder / "job", lambda w: client.train(TRAIN_ENTRY, name="tax", args=w))
-        ) as job,
+        contextlib.closing(_Blocks(folder / "plain", in_process)) as plain,
+        contextlib.closing(_Blocks(folder / "job", as_job)) as job,
     ):
         for number in range(-1, BLOCKS):
             for arm in rows:

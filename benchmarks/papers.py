@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
-from .trials import table
-
 Results = Mapping[str, tuple[str, Mapping[str, Any]]]
+THESIS: Final = "thesis"
 
 
 class Number(msgspec.Struct, frozen=True):
@@ -36,19 +35,27 @@ class Number(msgspec.Struct, frozen=True):
         return max(self.low, values.get(self.above, -math.inf)) <= value <= self.high
 
 
+class Picture(msgspec.Struct, frozen=True):
+    """Our figure, which ``docs/picture.py`` draws beside the paper's."""
+
+    title: str
+    arms: tuple[tuple[str, str, str], ...]  # arm, label, and the bar's class in the picture's style
+    groups: tuple[tuple[str, str, str, str], ...]  # label, case, number, quantile
+
+
 class Claim(msgspec.Struct, frozen=True):
     """Claim of one figure or table, with our numbers, and how our measurement differs."""
 
     figure: str
     claim: str
     differs: str  # how our measurement differs; without a number, why there is none
-    benchmark: str = ""
+    benchmark: str = ""  # "thesis" is computed, not measured
     numbers: tuple[Number, ...] = ()
+    picture: Picture | None = None
 
     @property
     def command(self) -> str:
-        known = {"simulated": "python -m benchmarks.thesis", "": ""}
-        return known.get(self.benchmark, f"python -m benchmarks {self.benchmark}")
+        return f"benchmarks{'.' if self.benchmark == THESIS else ' '}{self.benchmark}"
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -65,31 +72,47 @@ def sources() -> list[Source]:
     return msgspec.toml.decode(text, type=dict[str, list[Source]])["source"]
 
 
+def benchmarks() -> list[str]:
+    """Return the names of the benchmarks that measure what the papers' figures show."""
+    names = [claim.benchmark for source in sources() for claim in source.claims]
+    return [name for name in names if name not in ("", THESIS)]
+
+
+def document_of(claim: Claim, results: Results) -> tuple[str, Mapping[str, Any]] | None:
+    """Return the newest result for a claim, and its file's name; None if there is none."""
+    if claim.benchmark != THESIS:
+        return results.get(claim.benchmark)
+    from .thesis import example
+
+    ways = [(row["way"], row["total_ms"]) for row in example()]
+    findings = [{"name": way, "value": value} for way, value in ways]
+    cells = [{"case": "", "arm": way, "number": "total_ms", "p50": value} for way, value in ways]
+    return "", {"is_quick": False, "findings": findings, "summary": cells}
+
+
 def page(results: Results) -> list[str]:
     """Return the paragraphs of ``docs/papers.md``."""
     parts = []
     for source in sources():
-        rows = [_row(claim, results) for claim in source.claims]
-        head = "figure | claim | ours | our numbers | holds | what differs"
-        parts.append("\n".join([f"## {source.name}", "", source.citation, "", *table(head, rows)]))
+        parts += [f"## {source.name}", source.citation]
+        for claim in source.claims:
+            numbers, holds = judge(claim, results)
+            parts += [f"### {claim.figure}", f"Theirs: {claim.claim}"]
+            if claim.picture:
+                parts.append(f"Ours (`{claim.command}`): {claim.picture.title}.")
+                parts.append(f"![ours](images/{claim.benchmark}.svg)")
+            verdict = f"Holds: {holds}. " if holds else ""
+            parts.append(f"{verdict}{numbers}. {claim.differs}")
     return parts
 
 
-def _row(claim: Claim, results: Results) -> list[str]:
-    if not claim.benchmark:
-        return [claim.figure, claim.claim, "", f"no number, because {claim.differs}", "", ""]
-    if claim.benchmark == "simulated":
-        from .thesis import example
-
-        source, quick = "", False
-        values = {str(row["way"]): float(row["total_ms"]) for row in example()}
-    else:
-        if claim.benchmark not in results:
-            why = "no number, because no result of this benchmark is kept"
-            return [claim.figure, claim.claim, f"`{claim.command}`", why, "", claim.differs]
-        file, document = results[claim.benchmark]
-        source, quick = f" ([{file}](../benchmarks/results/{file}))", document["is_quick"]
-        values = {row["name"]: float(row["value"]) for row in document["findings"]}
+def judge(claim: Claim, results: Results) -> tuple[str, str]:
+    """Return a claim's numbers as text, and whether it holds."""
+    found = document_of(claim, results)
+    if found is None:
+        return "No number" + ": no result of this benchmark is kept" * bool(claim.benchmark), ""
+    file, document = found
+    values = {row["name"]: float(row["value"]) for row in document["findings"]}
     numbers = [
         f"{one.label}: {values[one.finding]:.5g}"
         if one.finding in values
@@ -98,8 +121,7 @@ def _row(claim: Claim, results: Results) -> list[str]:
     ]
     verdicts = {one.label: one.holds(values) for one in claim.numbers}
     missed = [label for label, is_held in verdicts.items() if is_held is False]
-    holds = "yes" if True in verdicts.values() else "not decided"
-    if missed:
-        holds = f"partly, not: {'; '.join(missed)}" if True in verdicts.values() else "**no**"
-    shown = "; ".join(numbers) + (" (a quick run)" if quick else "") + source
-    return [claim.figure, claim.claim, f"`{claim.command}`", shown, holds, claim.differs]
+    holds = "yes" if True in verdicts.values() else "**no**" if missed else "not decided"
+    holds = f"partly, not: {'; '.join(missed)}" if missed and holds == "yes" else holds
+    shown = "; ".join(numbers) + " (a quick run)" * document["is_quick"]
+    return shown + (f" ([{file}](../benchmarks/results/{file}))" if file else ""), holds

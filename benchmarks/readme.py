@@ -53,8 +53,8 @@ def front_page(results: Results) -> list[str]:
     parts = []
     if DEMO in results:
         parts.append(demo_sentence(*results[DEMO]))
-    rows = [line.split(" | ") for line in "\n".join(papers.page(results)).splitlines()]
-    verdicts = [row[4].partition(",")[0] for row in rows if len(row) == 6]
+    claims = [claim for source in papers.sources() for claim in source.claims]
+    verdicts = [papers.judge(claim, results)[1].partition(",")[0] for claim in claims]
     if held := verdicts.count("yes"):
         parts.append(
             f"Of the papers' claims that were tried on the cpu device, {held} hold, "
@@ -103,58 +103,49 @@ def replaced(page: str, paragraphs: Sequence[str]) -> str:
 
 
 def demo_sentence(file: str, demo: Document) -> str:
-    """Return a sentence about a result of ``make demo``, which is in ``file``."""
-    ours, training = demo["pipeswitch"], demo["training"]
-    same = "bit-equal" if demo["largest_difference"] == 0 else "not equal"
-    fast = ""
-    if "fast" in demo:
-        fast_ms, error = demo["fast"]["pipeswitch"]["p50_ms"], demo["fast"]["largest_error"]
-        fast = f"; in `fast` the median is {_ms(fast_ms)} with an error of {error:.0e}"
+    """Return sentences about a result of ``make demo``, which is in ``file``."""
+    ours, ready, fast = demo["pipeswitch"], demo["ready_model"], demo["fast"]["pipeswitch"]
+    alike_ms = demo["ready_model_in_fast_turns"]["p50_ms"]
     return (
-        f"`make demo` sends {ours['count']} requests for {len(demo['plan']['models'])} models to a "
-        f"device that holds two. The median time of a request is {_ms(ours['p50_ms'])}; it is "
-        f"{_ms(demo['ready_model']['p50_ms'])} if all models are always loaded, and "
-        f"{_ms(demo['stop_and_start']['p50_ms'])} with a process per request. The "
-        f"training job lost {training['steps_lost']} steps; all answers in precision `exact` were "
-        f"{same} to the plain models'{fast} "
-        f"([{file}](benchmarks/results/{file}), release {demo['pipeswitch_version']})."
+        f"`make demo` ({demo['took_s']:.0f} s) sends {ours['count']} requests for "
+        f"{len(demo['plan']['models'])} models to a device that holds two. The median time of a "
+        f"request is {_ms(ours['p50_ms'])}; it is {_ms(ready['p50_ms'])} if all models are always "
+        f"loaded, and {_ms(demo['stop_and_start']['p50_ms'])} with a process per request. "
+        f"{demo['plan']['fast']} takes {_ms(fast['p50_ms'])} in `fast` "
+        f"({fast['resident_count']} of {fast['count']} found it on the device) and "
+        f"{_ms(alike_ms)} always loaded. The job lost {demo['training']['steps_lost']} steps; "
+        f"answers in `exact` were {_same(demo)} to the plain models' ([{file}](benchmarks/results/"
+        f"{file}), release {demo['pipeswitch_version'].partition('+')[0]})."
     )
 
 
 def demo_table(file: str, demo: Document) -> str:
-    """Return the table of ``make demo``: three ways to answer the same requests."""
-    ours, machine = demo["pipeswitch"], demo["machine"]
-    parts = ("p50", "p99", "queue", "switch", "copy", "stall", "compute")
-    rows = [("pipeswitch", *(_ms(ours[f"{part}_ms"]) for part in parts))]
-    if "fast" in demo:
-        fast = demo["fast"]["pipeswitch"]
-        rows.append(("pipeswitch, precision fast", *(_ms(fast[f"{part}_ms"]) for part in parts)))
-    for key, name in (
-        ("ready_model", "ready model (lower bound)"),
-        ("stop_and_start", "stop-and-start"),
-    ):
-        both = (_ms(demo[key][f"{part}_ms"]) for part in parts[:2])
-        rows.append((name, *both, *[""] * 5))
-    training = demo["training"]
-    switched = ours["count"] - ours["resident_count"]
-    same = "bit-equal" if demo["largest_difference"] == 0 else "not equal"
-    return "\n".join(
-        [
-            f"**`make demo`** on {machine['cores']} cores ({machine['cpu']}), "
-            f"{demo['threads']} compute thread(s), torch {machine['torch']}: {ours['count']} "
-            f"requests for {len(demo['plan']['models'])} models, of which the device holds two, "
-            "beside a training job.",
-            "",
-            *_columns(parts, rows),
-            "",
-            f"{switched} of {ours['count']} requests switched a model in, "
-            f"{ours['preempted_count']} preempted the job. Training lost "
-            f"{training['steps_lost']} steps and kept {training['kept_percent']:.0f} % of its "
-            "speed while requests held the device for "
-            f"{training['device_time_of_requests_percent']:.0f} % of the time. All answers were "
-            f"compared with the plain models': {same}. ([{file}]({file}))",
-        ]
+    """Return the table of ``make demo``: the ways to answer the same requests."""
+    ours, machine, training = demo["pipeswitch"], demo["machine"], demo["training"]
+    parts = ("p50", "p95", "queue", "switch", "copy", "stall", "compute")
+    arms = {
+        "pipeswitch": ours,
+        f"{demo['plan']['fast']} in precision fast": demo["fast"]["pipeswitch"],
+        "ready model (lower bound)": demo["ready_model"],
+        "stop-and-start": demo["stop_and_start"],
+    }
+    rows = [
+        (name, *(_ms(row[f"{part}_ms"]) if f"{part}_ms" in row else "" for part in parts))
+        for name, row in arms.items()
+    ]
+    about = (
+        f"**`make demo`** on {machine['cores']} cores ({machine['cpu']}), torch "
+        f"{machine['torch']}: {ours['count']} requests beside a training job, "
+        f"{ours['count'] - ours['resident_count']} of them for a model that was not on the device. "
+        f"Training kept {training['kept_percent']:.0f} % of its speed while requests held the "
+        f"device for {training['device_time_of_requests_percent']:.0f} % of the time. "
+        f"Answers: {_same(demo)} to the plain models'. ([{file}]({file}))"
     )
+    return "\n".join([about, "", *_columns(parts, rows)])
+
+
+def _same(demo: Document) -> str:
+    return "bit-equal" if demo["largest_difference"] == 0 else "not equal"
 
 
 def switch_table(file: str, document: Document) -> str:
@@ -164,9 +155,8 @@ def switch_table(file: str, document: Document) -> str:
     }
     cases = list(dict.fromkeys(case for case, _ in rows))
     arms = [arm for arm in SWITCH_ARMS if any((case, arm) in rows for case in cases)]
-    command = document["command"].replace("pipeswitch bench", "python -m benchmarks")  # old name
     about = (
-        f"**`{command}`**: a request that preempts training, p50 (p99), "
+        f"**`{document['command']}`**: a request that preempts training, p50 (p99), "
         f"{_where(document)}. *Ready* has nothing beside it; *resident* and *cold* are "
         "PipeSwitch with the model on the device, and not."
     )
@@ -194,15 +184,12 @@ def peers_table(file: str, document: Document) -> str:
         values = {arm: p50[case, arm] for arm in arms if (case, arm) in p50}
         is_speed = "at once" in case
         best = (max if is_speed else min)(values.values())
-        cells = []
-        for arm in arms:
-            value = values.get(arm)
-            if value is None:
-                cell = ""
-            else:
-                cell = f"{value:.{0 if value >= 100 else 1}f}/s" if is_speed else _ms(value)
-            cells.append(f"**{cell}**" if value == best else cell)
-        rows.append((case, *cells))
+        cells = {
+            arm: f"{value:.{0 if value >= 100 else 1}f}/s" if is_speed else _ms(value)
+            for arm, value in values.items()
+        }
+        cells |= {arm: f"**{cells[arm]}**" for arm, value in values.items() if value == best}
+        rows.append((case, *(cells.get(arm, "") for arm in arms)))
     return "\n".join([about, "", *_columns(arms, rows), "", f"([{file}]({file}))"])
 
 

@@ -15,6 +15,7 @@ from benchmarks.machine import Others, warnings_of
 from benchmarks.pipeline import costs_of
 from benchmarks.rig import Switch
 from benchmarks.trials import Run
+from pipeswitch.base.errors import InvalidInput
 
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = {"device": "cpu", "cpu": "x", "cores": 2, "commit": "0123456789ab", "load_1m": 0.1}
@@ -149,8 +150,8 @@ def test_a_model_whose_library_is_missing_is_skipped_not_failed(monkeypatch):
     ]
 
 
-def a_claim(*numbers: papers.Number) -> list[str]:
-    return papers._row(
+def a_claim(*numbers: papers.Number) -> tuple[str, str]:
+    return papers.judge(
         papers.Claim("1", "c", "d", "switch", numbers),
         {
             "switch": (
@@ -166,14 +167,14 @@ def a_claim(*numbers: papers.Number) -> list[str]:
 
 def test_whether_a_papers_claim_holds_is_computed_from_our_numbers() -> None:
     good, bad = papers.Number("a", "a", high=2.5), papers.Number("b", "b", high=2.5)
-    assert a_claim(good)[4] == "yes"
-    assert a_claim(good, papers.Number("b", "b", above="a"))[4] == "yes"
-    assert a_claim(good, bad, papers.Number("a", "c", above="b"))[4] == "partly, not: b; c"
-    assert a_claim(bad)[4] == "**no**"
-    assert a_claim(papers.Number("a", "a"), papers.Number("gone", "b", low=0))[3:5] == [
+    assert a_claim(good)[1] == "yes"
+    assert a_claim(good, papers.Number("b", "b", above="a"))[1] == "yes"
+    assert a_claim(good, bad, papers.Number("a", "c", above="b"))[1] == "partly, not: b; c"
+    assert a_claim(bad)[1] == "**no**"
+    assert a_claim(papers.Number("a", "a"), papers.Number("gone", "b", low=0)) == (
         "a: 2; b: not in the newest result ([switch.json](../benchmarks/results/switch.json))",
         "not decided",
-    ]
+    )
 
 
 def test_every_figure_of_the_papers_has_a_number_or_says_why_not() -> None:
@@ -183,10 +184,11 @@ def test_every_figure_of_the_papers_has_a_number_or_says_why_not() -> None:
     figures = " ".join(claim.figure for claim in sources[0].claims)
     assert figures == "Figure 5 Figure 6 Figure 7 Figure 8 Figure 9"
     for claim in claims:
-        row = papers._row(claim, results)
-        assert ("no number, because" in row[3]) == (not claim.benchmark), row
-        assert "not in the newest result" not in row[3], row
-        assert claim.benchmark in ("", "simulated", *NAMES)
+        numbers, holds = papers.judge(claim, results)
+        assert ("No number" in numbers) == (not claim.benchmark) == (not holds), numbers
+        assert "not in the newest result" not in numbers
+        assert claim.benchmark in ("", papers.THESIS, *NAMES)
+        assert (claim.picture is None) == (not claim.benchmark)
 
 
 def test_a_stopped_run_writes_what_it_has_measured(monkeypatch, tmp_path) -> None:
@@ -203,6 +205,26 @@ def test_a_stopped_run_writes_what_it_has_measured(monkeypatch, tmp_path) -> Non
     (report,) = (tmp_path / "1").glob("*.md")
     assert "the run was stopped before its end" in report.read_text("utf-8")
     assert not [*(tmp_path / "0").iterdir()]
+
+
+def test_too_little_memory_is_said_before_anything_is_measured(monkeypatch) -> None:
+    monkeypatch.setattr("benchmarks.__main__.available_bytes", lambda: 217 << 20)
+    for name in ("memory", "state", "workers"):
+        with pytest.raises(InvalidInput, match=rf"{name} needs .+ GiB .+ has 0\.2"):
+            run([name], is_quick=True, emit=lambda line: pytest.fail(line))
+
+
+def test_the_papers_figures_are_measured_and_drawn_by_one_command(monkeypatch, tmp_path) -> None:
+    def measure(names: tuple[str, ...], out: Path, **_: object) -> int:
+        assert names == tuple(papers.benchmarks())
+        (kept,) = (ROOT / "benchmarks" / "results").glob("state_cpu_*.json")
+        (out / kept.name).write_text(kept.read_text("utf-8"), "utf-8")
+        return 0
+
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr("benchmarks.__main__.run", measure)
+    assert CliRunner().invoke(main, ["papers", "--out", str(tmp_path)]).exit_code == 0
+    assert {path.name for path in tmp_path.glob("*.svg")} == {"state.svg", "thesis.svg"}
 
 
 def test_without_a_name_benchmarks_are_listed_and_none_is_run(monkeypatch) -> None:

@@ -113,12 +113,15 @@ def test_the_manual_explains_every_field_of_the_bill() -> None:
     assert fields == {*Timing.__struct_fields__}
 
 
-def test_the_readme_shows_the_picture_of_the_newest_result() -> None:
+def test_the_pictures_show_the_newest_results(tmp_path: Path) -> None:
     generator = script("picture")
-    drawn = generator.picture(json.loads(generator.newest().read_text("utf-8")))
-    assert generator.PICTURE.read_text("utf-8") == drawn, "python docs/picture.py draws it again"
-    shown = generator.PICTURE.relative_to(ROOT).as_posix()
-    assert f"]({shown})" in (ROOT / "README.md").read_text("utf-8")
+    generator.draw(folder=tmp_path)
+    for drawn in tmp_path.iterdir():
+        kept = (generator.IMAGES / drawn.name).read_text("utf-8")
+        assert kept == drawn.read_text("utf-8"), "python docs/picture.py draws it again"
+    shown = re.findall(r"\]\(images/(.+?)\)", (ROOT / "docs/papers.md").read_text("utf-8"))
+    assert sorted(shown) == sorted(path.name for path in tmp_path.iterdir())
+    assert "](docs/images/switch.svg)" in (ROOT / "README.md").read_text("utf-8")
 
 
 def test_no_file_cites_a_document_that_is_not_in_the_repository() -> None:
