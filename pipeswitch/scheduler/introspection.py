@@ -256,8 +256,7 @@ class Introspection:
             }
             row |= {"embeds": True} if "embedding" in manifest.extra else {}
             row |= self._machine.store.sharing(model)
-        streams = self._machine.stream_of(model)
-        if streams is not None:
+        if (streams := self._machine.stream_of(model)) is not None:
             row |= {"streams": streams, "notes": [*row["notes"], streams["text"]]}
         served = self._versions.served(model.base)
         if served is not None and served.note:
@@ -297,6 +296,7 @@ class Introspection:
                     "staging": _staging(replica),
                     **(wrapper.row() if (wrapper := replica.model.wrapper) else {}),
                     "profile": planned and planned.measurements,
+                    **self._machine.store.sharing(replica.model),
                 }
                 for replica in device.state.replicas.values()
                 if replica.model.manifest is not None

@@ -155,6 +155,10 @@ def test_an_operator_is_told_of_the_server_and_others_are_not() -> None:
     assert shares == {("2", "m"): 0.9, ("3", "m"): 0.1}
     forms = {tuple(sorted(key[1:])) for key in samples_by_name if key[0] == "pipeswitch_model_info"}
     assert forms >= {("1", "exact", "m"), ("1", "bf16", "whole")}
+    assert not [key for key in samples_by_name if "shared" in key[0]]
+    shared = facts()
+    shared["stats"]["store_shared_bytes"] = 7
+    assert told(metrics, shared)["pipeswitch_memory_shared_bytes", "host"] == 7
     assert told(metrics) == {}
 
 

@@ -21,6 +21,7 @@ class ModelDemand:
         total_bytes: size of the model's region in the arena: its layers, and padding for alignment.
         deadline_ms: maximum time from the start of a switch to its end; None: no deadline.
         pass_ms: time of a cold run of a model that is larger than the arena; 0 for other models.
+        shared_bytes: bytes that the host store has once for it and a variant.
     """
 
     name: str
@@ -28,6 +29,7 @@ class ModelDemand:
     total_bytes: int
     deadline_ms: float | None = None
     pass_ms: float = 0.0
+    shared_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.total_bytes < self.costs.total_bytes:
@@ -49,6 +51,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     overhead_ms: float  # ``cold_ms - resident_ms``
     deadline_ms: float | None
     holds_cold: bool | None  # whether a cold run meets the deadline; None: no deadline
+    shared_bytes: int
 
 
 class CapacityReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,4 +108,5 @@ def _model_report(model: ModelDemand, arena_bytes: int) -> ModelReport:
         overhead_ms=cold_ms - costs.resident_ms,
         deadline_ms=model.deadline_ms,
         holds_cold=holds,
+        shared_bytes=model.shared_bytes,
     )

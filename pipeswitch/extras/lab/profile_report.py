@@ -25,6 +25,7 @@ BATCH_COLUMNS: Final = ("batch", "switch_compute_ms", "resident_compute_ms", "tr
 PLAN_COLUMNS: Final = (
     "model",
     "size",
+    "shared",
     "groups",
     "switch_ms",
     "resident_ms",
@@ -135,6 +136,7 @@ def report(
                 total_bytes=model["bytes"],
                 deadline_ms=deadlines.get(model["name"], deadlines.get("")),
                 pass_ms=_pass_ms(profile, model["staging"]),
+                shared_bytes=model.get("shared_bytes", 0),
             )
         )
     capacity = msgspec.to_builtins(capacity_report(demands, answer["arena_bytes"]))
@@ -211,6 +213,7 @@ def _row(model: ModelReport, streams: str) -> dict[str, Any]:
     return {
         "model": model.name,
         "size": format_bytes(model.total_bytes),
+        "shared": format_bytes(model.shared_bytes) if model.shared_bytes else "",
         "groups": model.group_count,
         "switch_ms": model.cold_ms,
         "resident_ms": model.resident_ms,

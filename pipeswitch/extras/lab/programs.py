@@ -68,11 +68,13 @@ def manifest_of(
     )
 
 
-def variant_of(program: SimulatedProgram, name: str, own: Container[int]) -> SimulatedProgram:
+def variant_of(
+    program: SimulatedProgram, name: str, own: Container[int], family: str = ""
+) -> SimulatedProgram:
     """Return a program in which only the tensors with these indices have bytes of their own."""
     manifest = program.manifest
     tensors = [
-        msgspec.structs.replace(one, digest=f"{one.name} of {name}" if i in own else one.name)
+        msgspec.structs.replace(one, digest=f"{one.name} of {name if i in own else family}")
         for i, one in enumerate(manifest.tensors)
     ]
     manifest = msgspec.structs.replace(manifest, tensors=tuple(tensors))

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any, Final, NamedTuple
 
@@ -25,7 +25,7 @@ from .arrivals import Arrival
 from .costs import MIB, Costs, Link, Training
 from .planner import costs_of, plan_of
 from .profile import Profile
-from .programs import ALIGNMENT_BYTES, SimulatedProgram, manifest_of
+from .programs import ALIGNMENT_BYTES, SimulatedProgram, manifest_of, variant_of
 from .windows import Memory, run
 from .world import World
 
@@ -42,6 +42,8 @@ class PaperModel:
         plan: indices of the layers that begin a group.
         batching: rules for batches of its requests; None: its requests run alone.
         row_share: time of each further request in a batch, as a fraction of the first one's.
+        family: name of its variants; empty: it has none.
+        shared_bytes: bytes of its first layers, which are those of its variants.
     """
 
     name: str
@@ -50,6 +52,8 @@ class PaperModel:
     plan: tuple[int, ...]
     batching: Batching | None = None
     row_share: float = 1.0
+    family: str = ""
+    shared_bytes: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -67,12 +71,15 @@ class PaperModel:
     def program(self) -> SimulatedProgram:
         """Return the program for the simulated world; layer sizes are rounded up to alignment."""
         sizes = tuple(aligned(size, ALIGNMENT_BYTES) for size in self.layer_bytes)
-        return SimulatedProgram(
+        program = SimulatedProgram(
             manifest=manifest_of(f"d-{self.name}", sizes, self.plan, self.batching),
             plan=self.plan,
             layer_ms=self.layer_ms,
             row_share=self.row_share,
         )
+        ends = enumerate(accumulate(self.layer_bytes))
+        own = [index for index, end in ends if end > self.shared_bytes]
+        return variant_of(program, self.name, own, self.family) if self.family else program
 
 
 def paper_model(name: str, profile: Profile) -> PaperModel:
@@ -311,7 +318,9 @@ class Models(dict[int, PaperModel]):
 
     def __missing__(self, number: int) -> PaperModel:
         tile, place = divmod(number, self.per_tile)
-        model = self[number] = replace(self[place], name=f"{self[place].name}/{tile}")
+        one = self[place]
+        family = one.family and f"{one.family}/{tile}"
+        model = self[number] = replace(one, name=f"{one.name}/{tile}", family=family)
         return model
 
 

@@ -47,6 +47,7 @@ from . import arrivals
 from . import profile as profiles
 from .costs import MIB, Costs, Link
 from .replay import (
+    ENDLESS,
     Outcome,
     PaperJob,
     PaperModel,
@@ -97,6 +98,8 @@ class _Row(msgspec.Struct, forbid_unknown_fields=True):
     bytes: int
     compute_ms: float
     layers: int = LAYERS
+    shares_with: str = ""  # the model of which it is a variant; its last layers differ
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -578,7 +581,23 @@ def _models(text: str, count: int, factor: float, seed: int) -> list[PaperModel]
     for row in rows:
         if not row.name or row.bytes < row.layers or row.layers < 1 or not row.compute_ms >= 0:
             raise InvalidInput(f"{text}: {row.name!r} has invalid sizes or times")
-    return [_equal(row.name, row.bytes, factor * row.compute_ms, row.layers) for row in rows]
+    models = [_equal(row.name, row.bytes, factor * row.compute_ms, row.layers) for row in rows]
+    return _related(models, [msgspec.structs.asdict(row) for row in rows])
+
+
+def _related(models: Sequence[PaperModel], rows: Sequence[Mapping[str, Any]]) -> list[PaperModel]:
+    """Return the models, with the bytes that they share according to their rows."""
+    variants = {
+        row["name"]: (row["shares_with"], row["shared_bytes"])
+        for row in rows
+        if row.get("shares_with")
+    }
+    bases = {base: (base, ENDLESS) for base, _ in variants.values()}
+    return [
+        dataclasses.replace(model, family=family, shared_bytes=shared_bytes)
+        for model in models
+        for family, shared_bytes in [(bases | variants).get(model.name, ("", 0))]
+    ]
 
 
 def _equal(name: str, size_bytes: int, compute_ms: float, layers: int) -> PaperModel:
@@ -601,7 +620,7 @@ def _served() -> list[PaperModel]:
     ]
     if not models:
         raise InvalidInput("no model of the server has a profile", hint="pipeswitch profile --all")
-    return models
+    return _related(models, rows)
 
 
 def _assigned(known: Sequence[PaperModel], names: Sequence[str], count: int) -> list[PaperModel]:

@@ -486,7 +486,8 @@ class HostStoreAllocator:
         place = self._used[model.name]
         owner, size = place.region.owner, place.users[model.name]
         other = owner.name if owner.kind == "model" else "a model that has left"
-        return {"shared_bytes": size, "shares": f"{gib(size)} with {other}"}
+        text = f"{gib(size)} with {other}"
+        return {"shared_bytes": size, "shares": text, "shares_with": other}
 
     def _over_share(self, model: Model, size: int) -> HostStoreFull | None:
         """Return the error if the model exceeds its tenant's share; None for the server's owner."""

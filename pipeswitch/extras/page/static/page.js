@@ -146,10 +146,10 @@ function showMemory() {
   const more = owners.length - SHOWN_OWNERS;
   fill($("owners"), [...owners.sort((a, b) => b.bytes - a.bytes).slice(0, SHOWN_OWNERS).map((one) => one.line), ...(more > 0 ? [make("li", "", `and ${more} more`)] : []),
     make("li", "", `free ${size(model.stats.arena_free_bytes)}`)]);
-  const used = model.stats.arena_capacity_bytes - model.stats.arena_free_bytes, away = model.stats.store_offloaded_bytes;
+  const used = model.stats.arena_capacity_bytes - model.stats.arena_free_bytes, away = model.stats.store_offloaded_bytes, shared = model.stats.store_shared_bytes;
   $("memory-line").textContent = `${size(used)} of ${size(model.stats.arena_capacity_bytes)} on the ` +
     `${devices.length > 1 ? "devices" : "device"}, ` +
-    `${size(model.stats.store_capacity_bytes - model.stats.store_free_bytes)} in the host store${away ? `, ${size(away)} of it offloaded` : ""}`;
+    `${size(model.stats.store_capacity_bytes - model.stats.store_free_bytes)} in the host store${away ? `, ${size(away)} of it offloaded` : ""}${shared ? `, ${size(shared)} shared by variants` : ""}`;
 }
 
 // What a job's steps hold beside its slice, what of them is sent to the host; what of a model comes with each pass.

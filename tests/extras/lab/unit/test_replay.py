@@ -249,20 +249,9 @@ def simulate(*args: str) -> tuple[int, str, str]:
 
 def test_the_command_compares_policies_and_memories(tmp_path: Path) -> None:
     drawn, traced = tmp_path / "plot.png", tmp_path / "trace.json"
-    status, text, _ = simulate(
-        "poisson:50",
-        "--requests",
-        "120",
-        "--models",
-        "random:10",
-        "--memory",
-        "30%,90%",
-        "--json",
-        "--plot",
-        str(drawn.with_suffix("")),
-        "--timeline",
-        str(traced),
-    )
+    words = "poisson:50", "--requests=120", "--models=random:10", "--memory=30%,90%", "--json"
+    files = "--plot", str(drawn.with_suffix("")), "--timeline", str(traced)
+    status, text, _ = simulate(*words, *files)
     assert status == 0
     report = json.loads(text)
     assert (report["requests"], report["models"], report["is_estimate"]) == (120, 10, True)
@@ -302,6 +291,11 @@ def test_the_command_takes_ones_own_models_and_trace(tmp_path: Path) -> None:
     assert status == 0
     report = json.loads(text)
     assert (report["requests"], report["models"], report["models_bytes"]) == (3, 2, 12_000_000)
+    rows.append(rows[0] | {"name": "tuned", "shares_with": "a", "shared_bytes": 6_000_000})
+    models.write_text(json.dumps(rows))
+    trace.write_text("at_ms,model\n0,a\n90,tuned\n")
+    [run] = json.loads(simulate(*command[:-2], "9MiB", "--json")[1])["runs"][:1]
+    assert 10_000_000 <= run["copied_bytes"] < 10_200_000
     trace.write_text("at_ms,model\n0,b\n5,c\n")
     status, _, error = simulate(*command[:-1])
     assert status != 0

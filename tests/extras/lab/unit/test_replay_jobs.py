@@ -180,16 +180,7 @@ def test_the_command_compares_orders_of_jobs() -> None:
 
 
 def test_the_command_joins_requests() -> None:
-    args = (
-        "poisson:100",
-        "--requests",
-        "200",
-        "--models",
-        "random:1",
-        "--memory",
-        "100%",
-        "--json",
-    )
+    args = "poisson:100", "--requests=200", "--models=random:1", "--memory=100%", "--json"
     alone, batched = (
         json.loads(simulate(*args, *more)[1])["runs"][0]
         for more in ((), ("--batch", "8", "--batch-delay", "2ms", "--batch-row", "10%"))
