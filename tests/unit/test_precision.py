@@ -366,7 +366,7 @@ def test_a_form_that_disagrees_is_refused(how: str, tmp_path: Path) -> None:
     spec = BuildSpec(name="m", source=str(tmp_path / "n.bundle"))
     plain = build(spec, tmp_path / "plain", lambda stage, fraction: None)
     with pytest.raises(RegistrationRefused) as caught:
-        derive(plain, tmp_path / "plain", "fast", 0.0, 0, Lying())
+        derive(plain, tmp_path / "plain", replace(spec, precision="fast"), Lying())
     assert caught.value.data["part"] == "precision 'fast'"
 
 
@@ -921,7 +921,7 @@ def test_a_large_max_error_does_not_serve_nonsense(tmp_path: Path) -> None:
     spec = BuildSpec(name="m", source=str(tmp_path / "n.bundle"))
     plain = build(spec, tmp_path / "plain", lambda stage, fraction: None)
     with pytest.raises(RegistrationRefused):
-        derive(plain, tmp_path / "plain", "bf16", 1.0, 0, Lost())
+        derive(plain, tmp_path / "plain", replace(spec, precision="bf16", max_error=1.0), Lost())
 
 
 def test_a_saturated_weight_is_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from ...base.errors import RegistrationRefused
-from ..graphs.bundle import Bundle, read_bundle, write_bundle
+from ..graphs.bundle import Bundle, Graph, read_bundle, write_bundle
 from ..graphs.graph import last_readers
 from ..graphs.indices import lookups
 from ..graphs.partition import UnplacedWeight, default_plan, layers_of_graph, place
@@ -31,8 +31,8 @@ from ..interface.packing import DERIVED_FILE, HALF, Precision
 from ..running.executor import GraphProgram, PackedKernels
 from ..running.tensor_views import tensor_over
 from ..running.values import tensor_bytes
-from ..spec import fingerprint
-from .batching_check import BATCHES, is_batch_invariant
+from ..spec import BuildSpec, batched_as, fingerprint
+from .batching_check import is_batch_invariant
 from .checking import differences, workers_default_dtype
 from .fusing import PRODUCTS, TIMED, Derived, Walk, call_times, fused, walk
 from .lowering import MAX_COARSE, lowered
@@ -64,23 +64,20 @@ Pair = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 def derive(
     manifest: Manifest,
     folder: Path,
-    name: str,
-    max_error: float,
-    bucket_bytes: int,
+    spec: BuildSpec,
     kernels: PackedKernels,
-    limit: int = 0,
     known: Precision | None = None,
 ) -> Manifest:
-    """Write the program in precision ``name`` into ``folder`` and return its manifest.
+    """Write the program in the precision of ``spec`` into ``folder`` and return its manifest.
 
     If the derived program is not faster (``fast``) or smaller (others), return the plain program's
-    manifest with a note. ``limit`` is the maximum batch of several requests; 0: none are batched.
-    ``known`` is that of the same program with other weights: times that it has are not measured.
+    manifest with a note. ``known`` has times of this program with other weights: none are measured.
 
     Raises:
         RegistrationRefused: an output is not finite, or its error is above ``max_error``.
     """
-    bundle = read_bundle(folder / BUNDLE_FILE)
+    name, bundle = spec.precision, read_bundle(folder / BUNDLE_FILE)
+    max_error = spec.max_error or MAX_ERROR.get(name, kernels.fast_error)
     storage = load_image(folder / BUNDLE_FILE, manifest).untyped_storage()
     weights = [tensor_over(storage, spec, 0) for spec in manifest.tensors]
     plain = _runner(GraphProgram(manifest, bundle.graph, "cpu"), storage)
@@ -93,16 +90,13 @@ def derive(
     # The same calls as in an earlier build, so that a rebuild has the same bits.
     chosen = manifest.extra.get(PLAIN_CALLS, {}).get(here) if name == "fast" else None
     derived = fused(bundle.graph, weights, timed, kernels, name, chosen)
-    if known and (known.name, known.fingerprint, bool(known.ms)) != (name, here, True):
-        known = None
     if name == "fast" and not derived.packed_count:
-        noted = _with_plain_calls(manifest, here, derived.plain)
-        return stays_exact(noted, name, "no call gains")
+        return _gains_nothing(manifest, bundle.graph, name, here, "no call gains")
     path = folder / DERIVED_FILE
     draw = partial(answered, manifest.inputs, shapes[0], examples, plain)
     for max_coarse in (MAX_COARSE, 0.0) if name == "int8" else (0.0,):
         form = derived if name == "fast" else lowered(derived, timed[0], kernels, max_coarse)
-        ours, image = _written(manifest, bundle, form, path, bucket_bytes)
+        ours, image = _written(manifest, bundle, form, path, spec.bucket_bytes)
         fast = _runner(GraphProgram(ours, form.graph, "cpu", kernels), image.untyped_storage())
         try:
             errors = _compared(fast, itertools.chain(pairs, _more(draw)), name, max_error)
@@ -115,23 +109,14 @@ def derive(
             path.unlink()
             return stays_exact(manifest, name, str(error)[:200])
     walks = walk(bundle.graph, weights), walk(form.graph, form.weights, kernels)
-    times: list[Times] = [(known.plain_ms, known.ms)] if known else []
-    if not known and kernels.computes_here:
-        times = _times(walks, timed[:TIMED])
+    times = _times(walks, timed[:TIMED], known) if kernels.computes_here else []
     why_exact, note = _gain(name, shapes, times, saves=ours.total_bytes < manifest.total_bytes)
     if why_exact and chosen is None:
         path.unlink()
-        if name == "fast":
-            products = [at for at, one in enumerate(bundle.graph.nodes) if one.target in PRODUCTS]
-            manifest = _with_plain_calls(manifest, here, products)
-        return stays_exact(manifest, name, why_exact)
+        return _gains_nothing(manifest, bundle.graph, name, here, why_exact)
     ours = _with_copies(ours) if name in HALF else _with_plain_calls(ours, here, form.plain)
     ours = with_note(ours, note + (", as measured before" if known else ""))
-    is_invariant = known.is_batch_invariant if known else True
-    if not times:
-        is_invariant = None
-    elif is_invariant:  # where another size computes otherwise is the program's: known
-        is_invariant = is_batch_invariant(ours, fast, limit, () if known else BATCHES)
+    is_invariant = _is_invariant(ours, fast, spec, known) if times else None
     precision = _precision(name, manifest, form, kernels, is_invariant, times, errors)
     text = f"{manifest.digest} {name} {here} {ours.weights_sha256} {_digest(examples)}"
     text += "" if kernels.layout == "onednn" else f" {kernels.layout}"
@@ -171,8 +156,23 @@ def _precision(
     )
 
 
-def _times(walks: tuple[Walk, Walk], timed: Sequence[Sequence[torch.Tensor]]) -> list[Times]:
-    """Return the milliseconds of a run of both graphs, for each of the inputs."""
+def _is_invariant(
+    ours: Manifest, run: Run, spec: BuildSpec, known: Precision | None
+) -> bool | None:
+    """Return ``is_batch_invariant``. Sizes that need another computation are the program's: they
+    are known, so that only the largest is checked with these weights."""
+    limit, _ = batched_as(ours, spec) or (0, 0.0)
+    if known is None:
+        return is_batch_invariant(ours, run, limit)
+    return known.is_batch_invariant and is_batch_invariant(ours, run, limit, ())
+
+
+def _times(
+    walks: tuple[Walk, Walk], timed: Sequence[Sequence[torch.Tensor]], known: Precision | None
+) -> list[Times]:
+    """Return the milliseconds of a run of both graphs, for each of the inputs, or known ones."""
+    if known is not None:
+        return [(known.plain_ms, known.ms)]
     return [tuple(map(sum, call_times(*walks, inputs=one))) for one in timed]
 
 
@@ -246,6 +246,13 @@ def _gain(
         return "" if gains else summary, f"precision {name}: {summary}"
     slower = ": slower" if is_slower else ""
     return "" if saves else "it saves no bytes", f"precision {name}: {summary}{slower}"
+
+
+def _gains_nothing(manifest: Manifest, graph: Graph, name: str, here: str, why: str) -> Manifest:
+    """Return ``stays_exact``, and that no call is packed here, so that nothing is timed again."""
+    products = [at for at, one in enumerate(graph.nodes) if one.target in PRODUCTS]
+    noted = _with_plain_calls(manifest, here, products) if name == "fast" else manifest
+    return stays_exact(noted, name, why)
 
 
 def stays_exact(manifest: Manifest, name: str, why: str) -> Manifest:

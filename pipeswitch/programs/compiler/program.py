@@ -47,6 +47,7 @@ from ..spec import (
     BUNDLE_FILE,
     BuildSpec,
     batched_as,
+    fingerprint,
     load_manifest,
     save_manifest,
     weights_file,
@@ -59,7 +60,7 @@ from .encoder import EncodedProgram
 from .export import export_module, write_program
 from .model_folder import listed
 from .module_mode import build_module
-from .precision import MAX_ERROR, PLAIN_CALLS, derive, stays_exact
+from .precision import PLAIN_CALLS, derive, stays_exact
 from .sources import Loaded, example_specs, load_source
 from .statefulness import Fresh
 from .verify import Plain, acceptable_inputs, compare, load_image, with_digests
@@ -143,10 +144,11 @@ def _in_precision(
             other = load_manifest(source.parent)
             extra, known = {PLAIN_CALLS: other.extra.get(PLAIN_CALLS, {})}, other.precision
             manifest = msgspec.structs.replace(manifest, extra=manifest.extra | extra)
-    limit, _ = batched_as(manifest, spec) or (0, 0.0)
-    max_error = spec.max_error or MAX_ERROR.get(name, kernels.fast_error)
+    here = name, fingerprint(kernels.layout, torch.get_num_threads())
+    if known and (not known.ms or (known.name, known.fingerprint) != here):
+        known = None
     try:
-        ours = derive(manifest, out_dir, name, max_error, spec.bucket_bytes, kernels, limit, known)
+        ours = derive(manifest, out_dir, spec, kernels, known)
     except RegistrationRefused as error:
         if name != "fast" or spec.max_error:  # ``fast`` may be a default that nobody asked for
             raise
