@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import msgspec
 
@@ -77,13 +78,8 @@ def capacity_report(models: Sequence[ModelDemand], arena_bytes: int) -> Capacity
 
 
 def _fit_count(models: Sequence[ModelDemand], arena_bytes: int) -> int:
-    count, used_bytes = 0, 0
-    for size_bytes in sorted(model.total_bytes for model in models):
-        used_bytes += size_bytes
-        if used_bytes > arena_bytes:
-            break
-        count += 1
-    return count
+    used_bytes = accumulate(sorted(model.total_bytes for model in models))
+    return sum(one <= arena_bytes for one in used_bytes)
 
 
 def _model_report(model: ModelDemand, arena_bytes: int) -> ModelReport:

@@ -17,10 +17,10 @@ from ..graphs.bundle import read_bundle
 from ..graphs.manifest_check import check_joinable
 from ..interface.dims import BATCH, Values, at_batch, largest, shape_at
 from ..interface.layout import MAX_JOINED_BYTES, Batching, Manifest, ValueSpec
-from ..interface.packing import HALF
+from ..interface.packing import HALF, Precision
 from ..running.executor import GraphProgram, PackedKernels
 from ..running.tensor_views import cut, padded, tensor_over
-from ..spec import weights_file
+from ..spec import BuildSpec, batched_as, weights_file
 from .checking import ROUNDING, is_rounded, same_bits, workers_default_dtype
 from .verify import Plain, acceptable_inputs, load_image
 
@@ -83,20 +83,23 @@ def with_batching(
 
 
 def is_batch_invariant(
-    manifest: Manifest, compute: Plain, limit: int, batches: Sequence[int] = BATCHES
+    manifest: Manifest, compute: Plain, spec: BuildSpec, known: Precision | None
 ) -> bool | None:
     """Return whether a batch's rows have the bits of rows computed alone; None without batches.
 
-    ``limit`` is the maximum batch of several requests; 0: requests are not batched. ``batches`` are
-    sizes to compare, besides the largest.
+    Which sizes need another computation is the program's: with ``known`` only the largest is tried.
     """
+    if known is not None and not known.is_batch_invariant:
+        return known.is_batch_invariant
     low, high = manifest.batch
-    limit = min(limit or high, MAX_COMPARED * low)
+    limit, _ = batched_as(manifest, spec) or (high, 0.0)
+    limit = min(limit, MAX_COMPARED * low)
     try:
         check_joinable(manifest, limit)
     except RegistrationRefused:
         return None
-    sizes = {size * low for size in (*batches, limit // low) if 1 < size <= limit // low}
+    more = () if known else BATCHES
+    sizes = {size * low for size in (*more, limit // low) if 1 < size <= limit // low}
     try:
         return _are_exact(manifest, sizes, compute, 0.0)
     except RegistrationRefused:  # rows differ by more than rounding, or integers differ

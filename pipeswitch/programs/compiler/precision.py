@@ -31,7 +31,7 @@ from ..interface.packing import DERIVED_FILE, HALF, Precision
 from ..running.executor import GraphProgram, PackedKernels
 from ..running.tensor_views import tensor_over
 from ..running.values import tensor_bytes
-from ..spec import BuildSpec, batched_as, fingerprint
+from ..spec import BuildSpec, fingerprint
 from .batching_check import is_batch_invariant
 from .checking import differences, workers_default_dtype
 from .fusing import PRODUCTS, TIMED, Derived, Walk, call_times, fused, walk
@@ -116,7 +116,7 @@ def derive(
         return _gains_nothing(manifest, bundle.graph, name, here, why_exact)
     ours = _with_copies(ours) if name in HALF else _with_plain_calls(ours, here, form.plain)
     ours = with_note(ours, note + (", as measured before" if known else ""))
-    is_invariant = _is_invariant(ours, fast, spec, known) if times else None
+    is_invariant = is_batch_invariant(ours, fast, spec, known) if times else None
     precision = _precision(name, manifest, form, kernels, is_invariant, times, errors)
     text = f"{manifest.digest} {name} {here} {ours.weights_sha256} {_digest(examples)}"
     text += "" if kernels.layout == "onednn" else f" {kernels.layout}"
@@ -154,17 +154,6 @@ def _precision(
         plain_count=len(derived.plain),
         layout=kernels.layout,
     )
-
-
-def _is_invariant(
-    ours: Manifest, run: Run, spec: BuildSpec, known: Precision | None
-) -> bool | None:
-    """Return ``is_batch_invariant``. Sizes that need another computation are the program's: they
-    are known, so that only the largest is checked with these weights."""
-    limit, _ = batched_as(ours, spec) or (0, 0.0)
-    if known is None:
-        return is_batch_invariant(ours, run, limit)
-    return known.is_batch_invariant and is_batch_invariant(ours, run, limit, ())
 
 
 def _times(
