@@ -17,19 +17,7 @@ import click
 from ..base.config import SECTIONS
 from ..base.errors import PipeSwitchError, ServerUnavailable
 from ..base.settings import rules_of, settings
-from . import views
-from .common import (
-    EXIT_FAILED,
-    EXIT_OK,
-    connected,
-    json_option,
-    listing,
-    milliseconds,
-    part,
-    print_done,
-    suffixed,
-    watch_option,
-)
+from . import common, views
 
 PING_AGAIN_S: Final = 0.1  # interval between the attempts of ping --wait
 RATE_LOOKS: Final = 10  # number of samples that top keeps
@@ -97,7 +85,7 @@ def serve(path: str | None, no_http: bool, **flags: Any) -> None:
     config = load(path, flags=_flag_tree(flags, no_http=no_http))
     if ":" in config.scheduler.policy:
         sys.path.append(os.getcwd())  # for a policy of the user's own
-    run = part("pipeswitch.controller.main", "serve")
+    run = common.part("pipeswitch.controller.main", "serve")
     sys.exit(run(config))
 
 
@@ -116,11 +104,11 @@ def _flag_tree(flags: Mapping[str, Any], *, no_http: bool = False) -> dict[str, 
 
 @click.command()
 @click.option("--drain", default="30s", show_default=True, help="Time to finish accepted requests.")
-@json_option
+@common.json_option
 def stop(drain: str, as_json: bool) -> None:
     """Stop the server: it finishes accepted requests and commits its jobs."""
-    drain_s = milliseconds("--drain", drain) / 1000
-    with connected() as client, contextlib.ExitStack() as stack:
+    drain_s = common.milliseconds("--drain", drain) / 1000
+    with common.connected() as client, contextlib.ExitStack() as stack:
         pid = int(client.about()["pid"])
         exit_of = _exit_watcher(pid, stack) if client.address.startswith("ipc://") else None
         losses = client.stop_server(drain_s)
@@ -134,7 +122,7 @@ def stop(drain: str, as_json: bool) -> None:
             f"server {pid} stopped, but {'; '.join(losses)}",
             hint="free space on the disk of its state directory before you start it again",
         )
-    print_done({"stopped": pid}, f"server {pid} stopped", as_json)
+    common.print_done({"stopped": pid}, f"server {pid} stopped", as_json)
 
 
 def _exit_watcher(pid: int, stack: contextlib.ExitStack) -> int | None:
@@ -148,22 +136,22 @@ def _exit_watcher(pid: int, stack: contextlib.ExitStack) -> int | None:
 
 
 @click.command()
-@json_option
-@watch_option
+@common.json_option
+@common.watch_option
 def ps(as_json: bool, watch: bool) -> None:
     """Show models, jobs and processes, and what they are doing."""
-    listing(lambda c: c.ps(), views.ps_table, as_json, watch)
+    common.listing(lambda c: c.ps(), views.ps_table, as_json, watch)
 
 
 @click.command()
-@json_option
+@common.json_option
 def stats(as_json: bool) -> None:
     """Show the server's counters and sizes."""
-    listing(lambda c: c.stats(), views.details, as_json, watch=False)
+    common.listing(lambda c: c.stats(), views.details, as_json, watch=False)
 
 
 @click.command()
-@json_option
+@common.json_option
 def top(as_json: bool) -> None:
     """Show a live view of the server (Ctrl-C quits)."""
     samples: deque[tuple[float, dict[str, int]]] = deque(maxlen=RATE_LOOKS)
@@ -175,7 +163,7 @@ def top(as_json: bool) -> None:
         views.add_rates(rows, samples[0][1], stats["up_s"] - samples[0][0])
         return {"about": about, "rows": rows, "stats": stats}
 
-    listing(look, lambda state: views.dashboard(**state), as_json, watch=sys.stdout.isatty())
+    common.listing(look, lambda state: views.dashboard(**state), as_json, watch=sys.stdout.isatty())
 
 
 @click.command()
@@ -183,12 +171,12 @@ def top(as_json: bool) -> None:
 @click.option(
     "--wait", default="0", metavar="1m", help="Wait until it is ready, at most this long."
 )
-@json_option
+@common.json_option
 def ping(deep: bool, wait: str, as_json: bool) -> None:
     """Check whether the server would serve a request now. Exit status: 0 yes, 1 no, 3 no answer."""
-    answer = _ping_until(time.monotonic() + milliseconds("--wait", wait) / 1000, deep)
-    print_done(answer, views.ping_line(answer), as_json)
-    sys.exit(EXIT_OK if answer["ready"] else EXIT_FAILED)
+    answer = _ping_until(time.monotonic() + common.milliseconds("--wait", wait) / 1000, deep)
+    common.print_done(answer, views.ping_line(answer), as_json)
+    sys.exit(common.EXIT_OK if answer["ready"] else common.EXIT_FAILED)
 
 
 def _ping_until(until_s: float, deep: bool) -> dict[str, Any]:
@@ -200,7 +188,7 @@ def _ping_until(until_s: float, deep: bool) -> dict[str, Any]:
     while True:
         is_last = time.monotonic() >= until_s
         try:
-            with connected() as client:
+            with common.connected() as client:
                 answer: dict[str, Any] = client.ping(deep=deep)
             if is_last or answer["ready"]:
                 return answer
@@ -222,8 +210,8 @@ def trace(out: str, seconds: float) -> None:
     """Write the last seconds of the server's timeline (opens in ui.perfetto.dev)."""
     import json
 
-    out = suffixed(out, ".json")
-    with connected() as client:
+    out = common.suffixed(out, ".json")
+    with common.connected() as client:
         timeline = client.trace(seconds)
     Path(out).write_text(json.dumps(timeline), "utf-8")
     views.echo(f"wrote {out}: {len(timeline['traceEvents'])} events (ui.perfetto.dev)")

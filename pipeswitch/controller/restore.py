@@ -19,13 +19,7 @@ from ..commits.progress import SUFFIX, read_life
 from ..frontend.registration import registration
 from ..ipc.messages.base import JobName, ModelName
 from ..programs.spec import BuildSpec, wrapper_of
-from ..scheduler.state.events import (
-    Event,
-    JobSpec,
-    RegisterModelRequest,
-    Reply,
-    Token,
-)
+from ..scheduler.state import events as ev
 from ..scheduler.state.versions import split_name, version_name
 from ..scheduler.training.jobs import RestoredJob
 from .builds import Builds
@@ -43,7 +37,7 @@ def restore(server: Server, now_s: float) -> None:
     Skip an unusable entry and report it. ``now_s``: seconds since 1970.
     """
     journal, reasons = server.journal, dict[tuple[str, str], str]()
-    tokens = map(Token, itertools.count(-1, -1))  # negative: the server's own requests
+    tokens = map(ev.Token, itertools.count(-1, -1))  # negative: the server's own requests
     known = [split_name(name) for name in journal.models]
     _restore_versions(server, known)
     missing = {split_name(name)[0] for kind, name in journal.lost if kind == "model"}
@@ -81,7 +75,7 @@ def restore(server: Server, now_s: float) -> None:
             event = configured(token, model)
             server.inbox.append(msgspec.structs.replace(event, is_configured=True))
         except PipeSwitchError as error:
-            server.effects.perform(Reply(token=token, error=error))
+            server.effects.perform(ev.Reply(token=token, error=error))
 
 
 def _restore_versions(server: Server, known: Sequence[tuple[ModelName, int]]) -> None:
@@ -106,8 +100,8 @@ def _restore_versions(server: Server, known: Sequence[tuple[ModelName, int]]) ->
             journal.lost.append(("model", version_name(name, max(numbers) + 1)))
 
 
-def _is_slow(builds: Builds, event: Event) -> bool:
-    if not isinstance(event, RegisterModelRequest):
+def _is_slow(builds: Builds, event: ev.Event) -> bool:
+    if not isinstance(event, ev.RegisterModelRequest):
         return False
     return not builds.is_usable(builds.built_before[event.spec], event.restored)
 
@@ -142,11 +136,11 @@ def _show_failed(server: Server, name: JobName, error: str, now_s: float, spec: 
     server.scheduler.machine.jobs.restore_ended(name, record, step)
 
 
-def _restore_model(server: Server, name: str, entry: Entry, token: Token) -> None:
+def _restore_model(server: Server, name: str, entry: Entry, token: ev.Token) -> None:
     builds, spec = server.effects.builds, entry["spec"]
     decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
     aliases, base = server.journal.aliases.items(), split_name(name)[0]
-    event = RegisterModelRequest(
+    event = ev.RegisterModelRequest(
         token=token,
         model=ModelName(name),
         spec=spec,
@@ -165,11 +159,11 @@ def _restore_model(server: Server, name: str, entry: Entry, token: Token) -> Non
     server.inbox.append(event)
 
 
-def _restore_chain(server: Server, name: str, entry: Entry, token: Token) -> None:
+def _restore_chain(server: Server, name: str, entry: Entry, token: ev.Token) -> None:
     server.inbox.append(COMPOSITES.load("chain").restored(ModelName(name), entry, token))
 
 
-def _restore_job(server: Server, job: str, entry: Entry, _: Token) -> None:
+def _restore_job(server: Server, job: str, entry: Entry, _: ev.Token) -> None:
     name, damage = JobName(job), list[str]()
     slot_bytes, step = 0, -1
     try:
@@ -198,16 +192,16 @@ def _restore_job(server: Server, job: str, entry: Entry, _: Token) -> None:
         why=why,
     )
     server.scheduler.machine.jobs.restore(
-        msgspec.convert({**entry, "name": name}, JobSpec), restored
+        msgspec.convert({**entry, "name": name}, ev.JobSpec), restored
     )
 
 
-def _restore_ended(server: Server, name: str, entry: Entry, _: Token) -> None:
+def _restore_ended(server: Server, name: str, entry: Entry, _: ev.Token) -> None:
     jobs, step = server.scheduler.machine.jobs, server.effects.step_on_disk(JobName(name))
     jobs.restore_ended(JobName(name), entry["record"], step)
 
 
-def configured(token: Token, model: ModelConfig) -> Event:
+def configured(token: ev.Token, model: ModelConfig) -> ev.Event:
     """Return the registration of a ``[[model]]`` section.
 
     Raises:

@@ -19,7 +19,7 @@ from pipeswitch.scheduler.state import records
 from pipeswitch.scheduler.state.core import Wakeups
 from pipeswitch.scheduler.state.device_owner import DeviceOwner
 from pipeswitch.scheduler.state.device_state import DeviceState
-from pipeswitch.scheduler.state.events import Origin
+from pipeswitch.scheduler.state.events import JobSpec, Origin
 from pipeswitch.scheduler.state.fair_queue import CallerQueue, Charge
 from pipeswitch.scheduler.state.predictions import Predictions
 from pipeswitch.scheduler.state.queue import Queue
@@ -78,7 +78,7 @@ JOB = Codec(
     drop=SHOWN_OF_JOB,
     ordered=ORDERED_OF_JOB,
     parts=(
-        records.JobSpec,
+        JobSpec,
         records.JobProgress,
         records.JobMemory,
         records.JobTiming,
@@ -252,7 +252,7 @@ class Brain:
         self._requests = _Records(
             REQUEST, (None, records.Request(0, "", Run(request_id=""), Origin(arrived_at_ms=0.0)))
         )
-        self._jobs = _Records(JOB, (None, records.Job(records.JobSpec("", "", (), 1))))
+        self._jobs = _Records(JOB, (None, records.Job(JobSpec("", "", (), 1))))
         self._workers = _Records(WORKER, (None, records.Worker(0)))
         self._tasks = _Records(ACTIVATION, (None, records.RunningTask(0, 0, (), "", 0.0, False)))
 

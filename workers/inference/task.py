@@ -27,6 +27,7 @@ from pipeswitch.ipc.messages.worker import (
     Shapes,
     Yielded,
 )
+from pipeswitch.programs import spec as specs
 from pipeswitch.programs.graphs.bundle import Bundle, Graph, read_bundle
 from pipeswitch.programs.graphs.operators import checked_by
 from pipeswitch.programs.graphs.zeroed import allocator_switch
@@ -38,22 +39,9 @@ from pipeswitch.programs.interface.groups import (
     table_by_rows,
 )
 from pipeswitch.programs.interface.layout import TENSOR_ALIGN_BYTES, KindSettings, Manifest
-from pipeswitch.programs.running.executor import (
-    BoundGraph,
-    BoundProgram,
-    GraphProgram,
-    ModuleProgram,
-    PackedKernels,
-    Program,
-)
+from pipeswitch.programs.running import executor
 from pipeswitch.programs.running.tensor_views import cut, tensor_over
 from pipeswitch.programs.running.torch_settings import construct_without_data
-from pipeswitch.programs.spec import (
-    MANIFEST_FILE,
-    is_checked,
-    load_manifest,
-    weights_file,
-)
 
 from .pool import KindRun, MappedPool, Runner
 
@@ -72,8 +60,8 @@ class Programs:
         self._view = view
         self._files: dict[ModelName, list[int]] = {}  # manifest and bundle, until they are read
         self._read: dict[ModelName, tuple[str, Manifest, Graph | None]] = {}  # first the digest
-        self._programs: dict[ModelName, tuple[Version, Program]] = {}
-        self._bound: dict[ModelName, tuple[Version, Place, BoundProgram]] = {}
+        self._programs: dict[ModelName, tuple[Version, executor.Program]] = {}
+        self._bound: dict[ModelName, tuple[Version, Place, executor.BoundProgram]] = {}
         self.kinds: dict[str, Runner] = {}  # kind of settings -> its runner
         self.runners: dict[ModelName, Runner] = {}  # of models whose bundles have settings
         self.captured: tuple[Shapes, ...] = ()  # by the last task, until it is reported
@@ -119,7 +107,7 @@ class Programs:
             if view.is_lost(error):
                 raise
 
-    def _program(self, model: Wanted) -> Program:
+    def _program(self, model: Wanted) -> executor.Program:
         version = (model.digest, model.plan)
         known = self._programs.get(model.model)
         if known is not None and known[0] == version:
@@ -136,9 +124,9 @@ class Programs:
         known = self._read.get(model.model)
         if known is None or known[0] != model.digest:
             folder = Path(model.directory)
-            files: Sequence[Source] = self._files.get(model.model, (folder / MANIFEST_FILE,))
-            manifest = load_manifest(files[0])
-            bundle_file = files[1] if len(files) > 1 else folder / weights_file(manifest)
+            files: Sequence[Source] = self._files.get(model.model, (folder / specs.MANIFEST_FILE,))
+            manifest = specs.load_manifest(files[0])
+            bundle_file = files[1] if len(files) > 1 else folder / specs.weights_file(manifest)
             if manifest.digest != model.digest:
                 raise RegistrationRefused("manifest", "it is another program's")
             bundle = read_program(manifest, bundle_file)
@@ -156,7 +144,7 @@ class Programs:
             runner = self.runners[model.model] = self.kinds[settings.kind]
             runner.take(model.digest, settings)
 
-    def bound(self, model: Wanted) -> BoundProgram:
+    def bound(self, model: Wanted) -> executor.BoundProgram:
         """Return the program bound in its region; cached, because regions seldom move."""
         version, offset = (model.digest, model.plan), model.arena_offset_bytes
         place = (offset, model.staging)
@@ -203,7 +191,7 @@ def read_program(manifest: Manifest, bundle: Source) -> Bundle | None:
         RegistrationRefused: the file is damaged, or was not checked by this server's version of
             torch and of the operators' contracts.
     """
-    if not is_checked(manifest):
+    if not specs.is_checked(manifest):
         raise RegistrationRefused("manifest", "not checked by this server", hint="register again")
     if manifest.mode == "module":
         return None
@@ -215,17 +203,17 @@ def make_program(
     manifest: Manifest,
     graph: Graph | None,
     device: torch.device | str,
-    kernels: PackedKernels | None = None,
-) -> Program:
+    kernels: executor.PackedKernels | None = None,
+) -> executor.Program:
     """Return a program that compiles the graph or, in module mode, runs the operator's factory.
 
     It holds no parameter bytes: the memory daemon copies them to the arena.
     """
     if graph is not None:
-        return GraphProgram(manifest, graph, device, kernels)
+        return executor.GraphProgram(manifest, graph, device, kernels)
     code, seed = manifest.extra.get("code", {}), manifest.extra.get("seed", 0)
     module, settings = construct_without_data(manifest.source, code, seed)
-    return ModuleProgram(manifest, module, device, settings)
+    return executor.ModuleProgram(manifest, module, device, settings)
 
 
 def warm_up() -> None:
@@ -306,7 +294,7 @@ class _Groups:
 class _GroupsByRows(_Groups):
     """Callback of a run for which rows of a table arrive first, and all of it later (ADR 67)."""
 
-    def __init__(self, bound: BoundProgram, pool: MappedPool, *own: Any) -> None:
+    def __init__(self, bound: executor.BoundProgram, pool: MappedPool, *own: Any) -> None:
         super().__init__(*own)
         self._bound, self._pool, self._table = bound, pool, table_by_rows(bound.manifest)
 
@@ -343,7 +331,7 @@ class _GroupsByRows(_Groups):
         [weight] = self._groups[table.group].tensors
         spec, place = self._bound.manifest.tensors[weight], self._message.arena_offset_bytes
         private = self._view.table_of(spec, place, rows)
-        if private is not None and isinstance(self._bound, BoundGraph):
+        if private is not None and isinstance(self._bound, executor.BoundGraph):
             self._bound.replace_once(table.group, weight, private)
         return True
 
@@ -412,7 +400,7 @@ def infer(
 
 def _opened(
     message: RunInference,
-    bound: BoundProgram,
+    bound: executor.BoundProgram,
     programs: Programs,
     pool: MappedPool,
     view: WorkerDevice,
@@ -500,7 +488,7 @@ def _inputs(
 
 
 def _write(
-    bound: BoundProgram,
+    bound: executor.BoundProgram,
     outputs: list[torch.Tensor],
     message: RunInference,
     rows: list[int],

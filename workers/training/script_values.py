@@ -22,26 +22,16 @@ import torch
 from pipeswitch.base import state_codec
 from pipeswitch.base.errors import InvalidInput
 
+from . import reachable
 from .liveness import INITS, assigned, is_in_loop, names_in
 from .randomness import GENERATORS
-from .reachable import (
-    PLAIN,
-    Path,
-    attributes,
-    file_of,
-    is_dunder,
-    is_own,
-    resolve,
-    script_frames,
-    text,
-)
 from .script_watch import codes_of, live_names
 from .snapshot import filled, load_state, state_of
 
 AUTO: Final = "auto"
 MAX_STEPS: Final = 5  # from a variable to an attribute
 MAX_BYTES: Final = 4 << 20  # of one value; a larger one is passed by name
-FIXED: Final = (*PLAIN, tuple, frozenset, type(FilePath()))
+FIXED: Final = (*reachable.PLAIN, tuple, frozenset, type(FilePath()))
 
 
 class ScriptValues:
@@ -54,13 +44,13 @@ class ScriptValues:
         paths: of the values of the last capture.
     """
 
-    def __init__(self, initial: Mapping[Path, int | None]) -> None:
-        self.paths: dict[Path, None] = {}
+    def __init__(self, initial: Mapping[reachable.Path, int | None]) -> None:
+        self.paths: dict[reachable.Path, None] = {}
         self._initial = initial
-        self._last: list[tuple[Path, Any, int | None]] = []
+        self._last: list[tuple[reachable.Path, Any, int | None]] = []
 
     def state_dict(self) -> dict[str, Any]:
-        frames = script_frames(sys._getframe(1))
+        frames = reachable.script_frames(sys._getframe(1))
         if frames:  # the script has not ended
             initial = self._initial
             self._last = [(path, one, initial.get(path)) for path, one in _values(frames)]
@@ -79,7 +69,7 @@ class ScriptValues:
             if is_edited and fingerprint(value) == then:
                 continue
             try:
-                now = resolve(frame, path)
+                now = reachable.resolve(frame, path)
             except LookupError:
                 if path[1:] or not _may_have(frame, *path[0]):  # a function that does not run yet
                     continue
@@ -92,10 +82,10 @@ class ScriptValues:
 
     @property
     def text(self) -> str:
-        return ", ".join(dict.fromkeys(map(text, self.paths)))
+        return ", ".join(dict.fromkeys(map(reachable.text, self.paths)))
 
 
-def initial_values(frames: list[FrameType]) -> dict[Path, int | None]:
+def initial_values(frames: list[FrameType]) -> dict[reachable.Path, int | None]:
     """Return fingerprints of what the script's own code has made, before anything is restored."""
     return {path: fingerprint(value) for path, value in _values(frames)}
 
@@ -109,7 +99,7 @@ def fingerprint(value: Any) -> int | None:
     return zlib.crc32(repr((data, [part.read() for part in parts])).encode())
 
 
-def _values(frames: list[FrameType]) -> Iterator[tuple[Path, Any]]:
+def _values(frames: list[FrameType]) -> Iterator[tuple[reachable.Path, Any]]:
     """Yield the paths of what is captured, and what they lead to."""
     attributes_set, owners = _attributes_set(frames), set[int]()
     for index, frame in enumerate(frames):
@@ -118,14 +108,14 @@ def _values(frames: list[FrameType]) -> Iterator[tuple[Path, Any]]:
         if variables is frame.f_globals:
             stored = stored.union(*(names_in(one, "STORE") for one in codes_of(variables)))
         for name in live_names(frame):
-            if not is_dunder(name):
+            if not reachable.is_dunder(name):
                 path = ((index, name),)
                 yield from _plain(path, variables[name], name in stored, attributes_set, owners)
 
 
 def _plain(
-    path: Path, value: Any, is_set: bool, attributes_set: set[str], owners: set[int]
-) -> Iterator[tuple[Path, Any]]:
+    path: reachable.Path, value: Any, is_set: bool, attributes_set: set[str], owners: set[int]
+) -> Iterator[tuple[reachable.Path, Any]]:
     """Yield a value that is captured, or those of the script's own object and of its parts."""
     if issubclass(type(value), GENERATORS) or _is_plain(value):
         if is_set or type(value) not in FIXED:
@@ -133,7 +123,7 @@ def _plain(
     elif _has_plain_attributes(value) and id(value) not in owners and len(path) < MAX_STEPS:
         owners.add(id(value))
         names = attributes_set | _set_by(codes_of(vars(type(value))))
-        for key, one in attributes(value):
+        for key, one in reachable.attributes(value):
             yield from _plain((*path, ("attr", key)), one, key in names, attributes_set, owners)
 
 
@@ -155,12 +145,14 @@ def _has_plain_attributes(value: Any) -> bool:
     if issubclass(kind, (type, dict, list, tuple)):
         return False
     is_record = kind in (Namespace, SimpleNamespace) or dataclasses.is_dataclass(kind)
-    return is_record or (is_own(file_of(kind)) and not hasattr(kind, "state_dict"))
+    return is_record or (
+        reachable.is_own(reachable.file_of(kind)) and not hasattr(kind, "state_dict")
+    )
 
 
 def _is_plain(value: Any) -> bool:
     """Return True for a value that the codec keeps, without parameters, and not too large."""
-    if type(value) in PLAIN:
+    if type(value) in reachable.PLAIN:
         return True
     try:
         data, attachments = state_codec.encode(value)
@@ -186,20 +178,20 @@ def _state(value: Any) -> Any:
 
 def _may_have(frame: FrameType, index: int, name: str) -> bool:
     """Return True if a frame has such a variable, which may not be bound yet."""
-    frames = script_frames(frame)
+    frames = reachable.script_frames(frame)
     if index >= len(frames):
         return False
     code = frames[index].f_code
     return name in (*code.co_varnames, *code.co_cellvars, *code.co_names)
 
 
-def _assign(frame: FrameType, path: Path, value: Any) -> None:
+def _assign(frame: FrameType, path: reachable.Path, value: Any) -> None:
     """Give a variable or an attribute a new value."""
     (index, name), *steps = path
     if steps:
-        setattr(resolve(frame, path[:-1]), steps[-1][1], value)
+        setattr(reachable.resolve(frame, path[:-1]), steps[-1][1], value)
         return
-    owner = script_frames(frame)[index]
+    owner = reachable.script_frames(frame)[index]
     owner.f_locals[name] = value
     if sys.version_info < (3, 13) and owner.f_code.co_flags & inspect.CO_OPTIMIZED:
         # As a debugger does (PEP 667); nothing may read ``f_locals`` in between.

@@ -22,16 +22,9 @@ from msgspec.structs import replace
 from ...base.quantiles import quantile, spread
 from ...planning.grouping import Plan, spans
 from ...planning.planned_groups import VERSION, Identity
+from . import profile as profiles
 from .costs import MIB
 from .planner import plan_of, predict
-from .profile import (
-    BatchProfile,
-    LayerProfile,
-    LinkProfile,
-    Overheads,
-    PlanCheck,
-    Profile,
-)
 
 MIN_REPEATS: Final = 5  # minimum number of counted trials of each kind
 MAX_REPEATS: Final = 25  # maximum number, if trials are short: medians become steadier
@@ -134,7 +127,7 @@ class Measurement:
         self._identity = identity
         self._repeats = MIN_REPEATS
         self._runs: dict[Trial, list[RunInstants]] = defaultdict(list)
-        self._profile: Profile | None = None
+        self._profile: profiles.Profile | None = None
         self._planned: Plan = ()
         self._trials = self._first_trials()
         self._done = 0
@@ -189,7 +182,7 @@ class Measurement:
                 self._trials += self._block(self._planned, self._batches[0], has_resident=False)
         return True
 
-    def profile(self, measured_at: str) -> Profile:
+    def profile(self, measured_at: str) -> profiles.Profile:
         """Return the finished profile; call it only when ``next`` is None.
 
         Args:
@@ -203,7 +196,7 @@ class Measurement:
             str(batch): _round(predict(self._profile, self._planned, batch))
             for batch in self._batches
         }
-        finished: Profile = replace(
+        finished: profiles.Profile = replace(
             self._profile, measured_at=measured_at, checks=checks, predicted_ms=predicted
         )
         return finished
@@ -215,10 +208,10 @@ class Measurement:
     def _resident(self, plan: Plan, batch: int) -> list[RunInstants]:
         return self._runs.get(Trial(plan, batch, is_cold=False, is_counted=True), [])
 
-    def _check(self, plan: Plan) -> PlanCheck:
+    def _check(self, plan: Plan) -> profiles.PlanCheck:
         assert self._profile is not None
         times = [run.makespan_ms for run in self._cold(plan)]
-        return PlanCheck(
+        return profiles.PlanCheck(
             plan=plan,
             batch=self._batches[0],
             predicted_ms=_round(predict(self._profile, plan, self._batches[0])),
@@ -229,11 +222,11 @@ class Measurement:
 
     # -- from runs to numbers -----------------------------------------------------------------
 
-    def _measured(self) -> Profile:
+    def _measured(self) -> profiles.Profile:
         program = self._program
         copies = [run.copy_ms for run in self._cold(program.finest)]
         layers = tuple(
-            LayerProfile(
+            profiles.LayerProfile(
                 label=label,
                 size_bytes=size,
                 copy_ms=_round(median(times)),
@@ -243,7 +236,7 @@ class Measurement:
                 program.labels, program.layer_bytes, zip(*copies, strict=True), strict=True
             )
         )
-        return Profile(
+        return profiles.Profile(
             version=VERSION,
             model=program.model,
             digest=program.digest,
@@ -255,11 +248,11 @@ class Measurement:
             overheads=self._overheads(),
         )
 
-    def _batch(self, batch: int) -> BatchProfile:
+    def _batch(self, batch: int) -> profiles.BatchProfile:
         finest = self._program.finest
         switch = list(zip(*(r.compute_ms for r in self._cold(finest, batch)), strict=True))
         resident = list(zip(*(r.compute_ms for r in self._resident(finest, batch)), strict=True))
-        return BatchProfile(
+        return profiles.BatchProfile(
             batch=batch,
             switch_ms=tuple(_round(median(times)) for times in switch),
             switch_spread_ms=tuple(_round(spread(times)) for times in switch),
@@ -268,7 +261,7 @@ class Measurement:
             trials=self._repeats,
         )
 
-    def _link(self) -> LinkProfile:
+    def _link(self) -> profiles.LinkProfile:
         """Fit the link's speed to copy times: the median of each group of every plan."""
         samples: list[tuple[int, float]] = []
         sizes = self._program.layer_bytes
@@ -285,7 +278,7 @@ class Measurement:
             residual_p90=_round(link.residual_p90),
         )
 
-    def _overheads(self) -> Overheads:
+    def _overheads(self) -> profiles.Overheads:
         """Return the costs of a group: sigma from gaps between groups, wake-up time from waits.
         The launch time is the difference between runs with many groups and with one group."""
         finest, batch = self._program.finest, self._batches[0]
@@ -302,7 +295,7 @@ class Measurement:
         launch = 0.0
         if len(finest) > 1 and whole:
             launch = max(0.0, (median(fine) - median(whole)) / (len(finest) - 1))
-        return Overheads(
+        return profiles.Overheads(
             sigma_ms=_round(max(0.0, median(gaps)) if gaps else 0.0),
             launch_ms=_round(launch),
             wake_ms=_round(max(0.0, median(wakes)) if wakes else 0.0),
@@ -331,7 +324,7 @@ def _line(points: Sequence[tuple[float, float]], weights: Sequence[float]) -> tu
     return 0.0, sum(w * x * y for x, y, w in weighted) / sum(w * x * x for x, _, w in weighted)
 
 
-def fit_link(samples: Sequence[tuple[int, float]]) -> LinkProfile:
+def fit_link(samples: Sequence[tuple[int, float]]) -> profiles.LinkProfile:
     """Fit ``alpha + beta * size`` to (bytes, ms) by least squares of the *relative* error.
 
     Sizes span five orders of magnitude. With absolute errors the largest groups would determine
@@ -353,7 +346,7 @@ def fit_link(samples: Sequence[tuple[int, float]]) -> LinkProfile:
         expected = [alpha + beta * x for x, _ in points]
     residuals = [abs(y - alpha - beta * x) / max(y, FLOOR_MS) for x, y in points]
     sizes = [size for size, _ in samples]
-    return LinkProfile(
+    return profiles.LinkProfile(
         alpha_ms=alpha,
         beta_ms_per_mib=beta,
         residual_p50=median(residuals),

@@ -166,8 +166,8 @@ def trained(job: PaperJob, jct_ms: float, row: Mapping[str, Any]) -> Trained:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """Server for a replay.
+class Setting(SchedulerSettings):
+    """Server for a replay. Its standby workers load programs in no simulated time.
 
     Attributes:
         memory_bytes: memory of each device for models and jobs.
@@ -176,7 +176,6 @@ class Setting:
         has_deadlines: whether requests have a deadline: ``slo_ms`` plus their own computation. If
             not, late requests are computed, too.
         is_known: whether each model's times are known from the start, without measurements.
-        prepares: whether workers load programs in advance, which takes no simulated time.
         prompt_share: time of each prompt token in the first step, as a fraction of a step's time.
     """
 
@@ -187,13 +186,9 @@ class Setting:
     max_wait_ms: float = 2000.0
     slo_ms: float = 100.0
     has_deadlines: bool = False
-    admission: str = "off"
-    look_ahead: bool = True
-    training: str = "rotate"
     is_known: bool = False
     prompt_share: float = 0.0
     devices: int = 1
-    prepares: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,7 +355,8 @@ class Replay(World):
         first, tiles = models.first.values(), models.tiles
         fence_count = 1 + tiles * (sum(len(model.plan) for model in first) + len(first))
         commits = [aligned(HEADER_BYTES + 2 * job.memory_bytes, REGION_ALIGN_BYTES) for job in jobs]
-        settings = SchedulerSettings(
+        settings = replace(
+            setting,
             arena_bytes=aligned(setting.memory_bytes, REGION_ALIGN_BYTES)
             + aligned(fence_count * FENCE_BYTES, REGION_ALIGN_BYTES),
             store_bytes=sum(aligned(m.size_bytes or 1, REGION_ALIGN_BYTES) for m in first)
@@ -372,10 +368,6 @@ class Replay(World):
             max_queue_per_model=ENDLESS,
             max_waiting_builds=4 * len(first) + 4,
             max_models_per_client=ENDLESS,
-            admission=setting.admission,
-            look_ahead=setting.look_ahead,
-            training=setting.training,
-            prepares=setting.prepares,
         )
         super().__init__(
             Scheduler(

@@ -29,16 +29,7 @@ from ...base.config import JOB_ORDERS, policy_name
 from ...base.errors import InvalidInput
 from ...base.quantiles import percentile
 from ...base.units import format_bytes, nearest, parse_ms, parse_size
-from ...cli import views
-from ...cli.common import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    check_folder,
-    checked_plot,
-    connected,
-    json_option,
-    suffixed,
-)
+from ...cli import common, views
 from ...policies import find_policy
 from ...programs.interface.layout import Batching
 from ...scheduler.timeline import Timeline
@@ -216,7 +207,7 @@ class Hardware:
     type=click.Path(dir_okay=False),
     help="File for a timeline of the last switches, as from `pipeswitch trace`.",
 )
-@json_option
+@common.json_option
 def simulate(trace: str, as_json: bool, **options: Any) -> None:
     """Show how policies, devices or memory sizes would serve a trace of requests and jobs.
 
@@ -234,7 +225,7 @@ def _ends_all_the_same() -> Iterator[None]:
 
     def leave(*_: object) -> None:
         Console(stderr=True).show_cursor()  # the progress bar hides it
-        os._exit(EXIT_INTERRUPTED)
+        os._exit(common.EXIT_INTERRUPTED)
 
     watchdog = PolicyWatchdog(HANGS_AFTER_S, (2,))
     default = signal.signal(signal.SIGINT, leave)
@@ -253,10 +244,10 @@ class _Comparison:
         args: Any = SimpleNamespace(**options)
         self.given = args
         if args.plot is not None:
-            args.plot = checked_plot(Path(args.plot))
+            args.plot = common.checked_plot(Path(args.plot))
         if args.timeline is not None:
-            check_folder("--timeline", Path(args.timeline))
-            args.timeline = suffixed(args.timeline, ".json")
+            common.check_folder("--timeline", Path(args.timeline))
+            args.timeline = common.suffixed(args.timeline, ".json")
         self.policies = _words(args.policies)
         self.max_wait_ms = _read("--max-wait", args.max_wait, parse_ms)
         is_serial = SERIAL in self.policies
@@ -412,7 +403,7 @@ def _compare(name: str, as_json: bool, options: Mapping[str, Any]) -> None:
         if failure:
             views.echo(f'Error: policy "{policy}" has no result: {failure}', err=True)
     if any(failures.values()):
-        sys.exit(EXIT_FAILED)
+        sys.exit(common.EXIT_FAILED)
 
 
 def _replayed(of: _Comparison, drawn: Timeline | None, *, is_watched: bool) -> list[Run]:
@@ -611,7 +602,7 @@ def _equal(name: str, size_bytes: int, compute_ms: float, layers: int) -> PaperM
 
 def _served() -> list[PaperModel]:
     """Return the running server's models that have a profile."""
-    with connected() as client:
+    with common.connected() as client:
         rows = client.plan()["models"]
     models = [
         paper_model(row["name"], msgspec.convert(row["profile"], profiles.Profile))

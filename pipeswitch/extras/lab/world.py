@@ -12,17 +12,9 @@ from typing import Any
 
 import msgspec
 
+from ...ipc.messages import daemon as daemon_msg
 from ...ipc.messages.base import JobName, Message, Slot
 from ...ipc.messages.builder import BuildDone
-from ...ipc.messages.daemon import (
-    CancelTransmit,
-    CopySliceIn,
-    CopySliceOut,
-    OpenCommits,
-    Scrub,
-    StoreModel,
-    TransmitModel,
-)
 from ...ipc.messages.worker import LeaseGranted, PrepareModel, RunInference, RunJob, ShowSlice
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.state import events as ev
@@ -132,25 +124,25 @@ class SimulatedProcesses(ABC):
         if daemon is None or not daemon.is_ready:
             raise Violation(f"{message} to a daemon not ready")
         match message:
-            case OpenCommits(job=job):
+            case daemon_msg.OpenCommits(job=job):
                 require(job in self.scene.commits, "opened commits that do not exist")
-            case TransmitModel():
+            case daemon_msg.TransmitModel():
                 fence_count = self.scheduler.core.settings.fence_count
                 claims = self.claims(scene.index)
                 scene.device.send(message, fence_count, claims)
-            case StoreModel(store_offset_bytes=start, size_bytes=size):
+            case daemon_msg.StoreModel(store_offset_bytes=start, size_bytes=size):
                 image = ByteSpan(start, start + size)
                 for other in self.daemons.values():
                     for span in other.stores if other is not None else ():
                         require(not image.overlaps(span), "two daemons write the host store (I4)")
-            case CancelTransmit(op_id=op_id):
+            case daemon_msg.CancelTransmit(op_id=op_id):
                 scene.device.cancelled |= {op_id}
-            case Scrub():
+            case daemon_msg.Scrub():
                 require_unused(slice_of(message), "zeroing a slice", self.users(scene.index))
-            case CopySliceOut(job=job):
+            case daemon_msg.CopySliceOut(job=job):
                 require(job in self.scene.images, f"there is no image of {job}")
                 self._take_slice(scene, slice_of(message))
-            case CopySliceIn(job=job):
+            case daemon_msg.CopySliceIn(job=job):
                 require(job in self.scene.images, f"there is no image of {job}")
                 span = slice_of(message)
                 scene.device.claim(span, f"the slice of {job}", self.claims(scene.index))
@@ -388,7 +380,8 @@ class World(SimulatedProcesses):
             case ev.Reply():
                 self.clients.answered(command)
             case ev.Send(ev.Address("daemon", index), message):
-                if isinstance(message, CopySliceOut | CopySliceIn):  # the descriptor decides
+                # The descriptor decides.
+                if isinstance(message, daemon_msg.CopySliceOut | daemon_msg.CopySliceIn):
                     message = msgspec.structs.replace(message, job=command.image_of)
                 self._to_daemon(message, self.scenes[index])
             case ev.Send(ev.Address("worker")):

@@ -15,20 +15,14 @@ from ...ipc.messages.base import ModelName
 from ...programs.interface.layout import Manifest
 from ...scheduler.introspection import shown_value
 from ...scheduler.server.server_state import ServerState
+from ...scheduler.state import events as ev
 from ...scheduler.state.core import Core, handles
-from ...scheduler.state.events import (
-    ClientRequest,
-    Journal,
-    ModelAvailable,
-    ModelRemoved,
-    UnregisterRequest,
-)
 from ...scheduler.state.states import ModelState
 from ...scheduler.state.versions import Versions
 from .chains import Chain, ChainStep, chain_of
 
 
-class ChainRequest(ClientRequest, frozen=True):
+class ChainRequest(ev.ClientRequest, frozen=True):
     """Request to register a chain."""
 
     model: ModelName  # the chain's name
@@ -58,7 +52,7 @@ class Chains:
             if event.restored is None:
                 spec = msgspec.msgpack.encode(chain)
                 entry = {"kind": "chain", "name": name, "spec": spec, "tenant": event.tenant}
-                core.emit(Journal(entry=entry, accepts=(event.token,)))
+                core.emit(ev.Journal(entry=entry, accepts=(event.token,)))
             self._announce(name, chain)
         core.answer(
             event.token,
@@ -116,7 +110,9 @@ class Chains:
 
     def _announce(self, name: ModelName, chain: Chain) -> None:
         manifest = chain.manifest
-        self._core.emit(ModelAvailable(model=name, manifest=manifest, priority=0, composite=chain))
+        self._core.emit(
+            ev.ModelAvailable(model=name, manifest=manifest, priority=0, composite=chain)
+        )
 
     def _models(self) -> dict[str, Manifest]:
         """Return the manifests of the current versions, as clients see them."""
@@ -170,13 +166,13 @@ class Chains:
             "is_batch_invariant": None,
         }
 
-    def unregister(self, event: UnregisterRequest) -> None:
+    def unregister(self, event: ev.UnregisterRequest) -> None:
         """Remove a chain; its running requests continue."""
         _, tenant = self.known[event.model]
         if event.tenant not in (None, tenant):
             raise errors.PermissionDenied(f'"{event.model}" is another client\'s')
         del self.known[event.model], self._machine.composites[event.model]
         self._faults.pop(event.model, None)
-        self._core.emit(Journal(entry={"kind": "chain-gone", "name": event.model}))
-        self._core.emit(ModelRemoved(model=event.model))
+        self._core.emit(ev.Journal(entry={"kind": "chain-gone", "name": event.model}))
+        self._core.emit(ev.ModelRemoved(model=event.model))
         self._core.answer(event.token, model=event.model)

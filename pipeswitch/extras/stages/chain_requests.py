@@ -12,14 +12,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from ...base.errors import (
-    Cancelled,
-    InvalidInput,
-    ModelNotFound,
-    PipeSwitchError,
-    from_wire,
-    to_wire,
-)
+from ...base import errors
 from ...base.units import escape_control_chars
 from ...frontend.inference import Inference
 from ...frontend.intake.request_pool import PoolAllocation
@@ -85,7 +78,7 @@ class ChainRun:
         answer = inference.requests.checked(pending, answer)
         error, is_last = answer.error, number == len(chain.steps)
         if error is None and not is_last and (pending.is_cancelled or pending.client.is_gone):
-            error = Cancelled("cancelled by the caller")
+            error = errors.Cancelled("cancelled by the caller")
         if error is not None:
             inference.take(CancelRequest(token=pending.token))
             return Reply(token=answer.token, error=_of_step(error, pending, step))
@@ -124,7 +117,7 @@ class ChainRun:
                 admitted.reply_bytes,
                 self._event.tenant,
             )
-        except PipeSwitchError as error:
+        except errors.PipeSwitchError as error:
             self._fail(error)
             return
         inputs = admitted.inputs
@@ -146,7 +139,7 @@ class ChainRun:
             memory[values[item.frame].offset_bytes :][: item.size_bytes] for item in admitted.inputs
         ]
 
-        def on_copied(error: PipeSwitchError | None) -> None:
+        def on_copied(error: errors.PipeSwitchError | None) -> None:
             if error is None:
                 inference.take(event)
             else:
@@ -174,7 +167,7 @@ class ChainRun:
             follows=number + 1 < len(self._chain.steps),
         )
 
-    def _fail(self, error: PipeSwitchError) -> None:
+    def _fail(self, error: errors.PipeSwitchError) -> None:
         """Answer a request whose next step cannot begin."""
         token = self._pending.token
         self._inference.take(CancelRequest(token=token))  # the scheduler may wait for this step
@@ -198,7 +191,7 @@ class ChainRun:
         named = [name for step in steps for name in step.inputs.values()]
         odd = [one for one in (*named, *returns) if escape_control_chars(one, keep="") != one]
         if odd:
-            raise InvalidInput(f"chain: name {odd[0]!r} has control characters")
+            raise errors.InvalidInput(f"chain: name {odd[0]!r} has control characters")
         return ChainRequest(
             token=q.token,
             model=ModelName(check_name(q.model, "chain")),
@@ -223,11 +216,11 @@ def _model_of(step: ChainStep, models: Mapping[str, ModelAvailable], tenant: str
     """
     model = models.get(step.model)
     if model is None or model.composite is not None:
-        raise ModelNotFound(
+        raise errors.ModelNotFound(
             f'no model "{step.model}"', hint=f"pipeswitch register {step.model} SOURCE"
         )
     if model.tenant != tenant:
-        raise InvalidInput("it belongs to another client than the first step's model")
+        raise errors.InvalidInput("it belongs to another client than the first step's model")
     return model
 
 
@@ -245,9 +238,11 @@ def _as_inputs(inputs: Sequence[Any], values: Sequence[SlabTensor]) -> list[Slab
     return [replace(values[item.frame], name=item.name) for item in inputs]
 
 
-def _of_step(error: PipeSwitchError, pending: Pending, step: ChainStep) -> PipeSwitchError:
+def _of_step(
+    error: errors.PipeSwitchError, pending: Pending, step: ChainStep
+) -> errors.PipeSwitchError:
     """Return a step's error with the names of the chain, the step and its model."""
-    wire = to_wire(error)
+    wire = errors.to_wire(error)
     where = f'chain "{pending.model}", step "{step.name}" (model "{step.model}")'
     data = {**wire["data"], "step": step.name, "model": step.model}
-    return from_wire(wire["type"], f"{where}: {wire['message']}", wire["hint"], data)
+    return errors.from_wire(wire["type"], f"{where}: {wire['message']}", wire["hint"], data)

@@ -21,15 +21,7 @@ from ...ipc.control_page import sealed_memfd
 from ...ipc.messages.base import Message, Slot
 from ...ipc.messages.helper import HelperFailed, HelperReady, HelperSettings
 from ...ipc.messages.run import Run
-from ...scheduler.state.events import (
-    Address,
-    Exited,
-    ModelAvailable,
-    Prepared,
-    Send,
-    Spawn,
-    TakeResult,
-)
+from ...scheduler.state import events as ev
 from ...scheduler.state.versions import split_name
 from ...wire.frames import RequestHeader
 from .chain_requests import as_request
@@ -48,30 +40,30 @@ class StageEffects:
         self._children = context.children
         self._results: dict[Slot, tuple[int, mmap.mmap]] = {}
 
-    def perform(self, command: Spawn | Send | TakeResult) -> None:
+    def perform(self, command: ev.Spawn | ev.Send | ev.TakeResult) -> None:
         match command:
-            case Spawn(target):
+            case ev.Spawn(target):
                 self._spawn(target)
-            case Send():
+            case ev.Send():
                 self._send(command)
-            case TakeResult(target=target):
+            case ev.TakeResult(target=target):
                 memory = memoryview(self._results[target.slot][1])
                 take_result(self._context.frontend.inference, command, memory)
 
-    def _spawn(self, target: Address) -> None:
+    def _spawn(self, target: ev.Address) -> None:
         slot = target.slot
         try:
             if slot not in self._results:
                 fd = sealed_memfd("pipeswitch-stage", self._result_bytes)
                 self._results[slot] = fd, mmap.mmap(fd, self._result_bytes)
         except OSError:  # reported as an exit, like a failed fork; the scheduler tries again
-            self._context.take(Exited(target, _GONE))
+            self._context.take(ev.Exited(target, _GONE))
             return
         settings = HelperSettings(kind="stage")
         descriptors = [self._context.memory.environment, self._results[slot][0]]
         self._children.fork(target, f"pipeswitch-stg-{slot}", settings, descriptors)
 
-    def _send(self, command: Send) -> None:
+    def _send(self, command: ev.Send) -> None:
         memory, child = self._context.memory, self._children.by_address.get(command.target)
         if child is None:
             return
@@ -83,7 +75,7 @@ class StageEffects:
             self._children.processes.send(child, 0, command.message, [pool])
 
     def check(
-        self, address: Address, stages: Stages, then: Callable[[str, str, int], None]
+        self, address: ev.Address, stages: Stages, then: Callable[[str, str, int], None]
     ) -> None:
         """Import a registration's functions in a process, as ``HelperEffects`` says."""
         messages: list[Message] = []
@@ -122,7 +114,7 @@ class StageEffects:
             os.close(descriptor)
 
 
-def take_result(inference: Inference, command: TakeResult, memory: memoryview) -> None:
+def take_result(inference: Inference, command: ev.TakeResult, memory: memoryview) -> None:
     """Replace the inputs in the pool by a function's result. Then send ``Prepared``,
     which has the error if the result is invalid.
 
@@ -130,7 +122,7 @@ def take_result(inference: Inference, command: TakeResult, memory: memoryview) -
     """
     requests = inference.requests
     pending = requests.find(command.token)
-    prepared = Prepared(token=command.token, source=command.target)
+    prepared = ev.Prepared(token=command.token, source=command.target)
     if pending is None:
         inference.take(prepared)
         return
@@ -163,8 +155,8 @@ def take_result(inference: Inference, command: TakeResult, memory: memoryview) -
 
 
 def _admit_result(
-    inference: Inference, command: TakeResult, header: RequestHeader, sizes: Sequence[int]
-) -> tuple[ValidatedRequest, ModelAvailable]:
+    inference: Inference, command: ev.TakeResult, header: RequestHeader, sizes: Sequence[int]
+) -> tuple[ValidatedRequest, ev.ModelAvailable]:
     """Check that a model accepts the result of its preprocessing function.
 
     Raises:
@@ -183,8 +175,8 @@ def _admit_result(
 
 
 def _admit_answer(
-    inference: Inference, command: TakeResult, header: RequestHeader, sizes: Sequence[int]
-) -> tuple[ValidatedRequest, ModelAvailable]:
+    inference: Inference, command: ev.TakeResult, header: RequestHeader, sizes: Sequence[int]
+) -> tuple[ValidatedRequest, ev.ModelAvailable]:
     """Check that a postprocessing function returned the values that it declared.
 
     Raises:

@@ -25,19 +25,7 @@ from ...base.errors import InvalidInput, PipeSwitchError, QueueFull, ServerUnava
 from ...base.quotas import Places
 from ...base.units import format_bytes
 from ...client.looped import InlineTask
-from . import http_errors
-from .http_parser import (
-    CODINGS,
-    Action,
-    Do,
-    Head,
-    HeadRead,
-    HttpParser,
-    Limits,
-    NeedBuffer,
-    RefuseRequest,
-    RequestRead,
-)
+from . import http_errors, http_parser
 from .offload import CROWD, Shared
 
 log = logging.getLogger(__name__)
@@ -82,7 +70,7 @@ Work = Callable[[Any], Awaitable[Response]]
 """Function that answers a request, given its body; see ``answered``. It may be called again for a
 later request with the same head. It is cancelled when the peer hangs up."""
 
-Admit = Callable[[Head], Work | Response]
+Admit = Callable[[http_parser.Head], Work | Response]
 """Function that returns the work for a request, or a refusal, before the body is received."""
 
 
@@ -118,7 +106,7 @@ def refusal(error: PipeSwitchError) -> Response:
     if isinstance(error, http_errors.MethodNotAllowed):
         headers.append(("Allow", error.allow))
     if isinstance(error, http_errors.UnknownCoding):
-        headers.append(("Accept-Encoding", ", ".join(CODINGS)))
+        headers.append(("Accept-Encoding", ", ".join(http_parser.CODINGS)))
     return json_answer(http_errors.body_of(error), status.http, headers)
 
 
@@ -128,7 +116,7 @@ class HttpServer:
     def __init__(
         self,
         admit: Admit,
-        limits: Limits,
+        limits: http_parser.Limits,
         shared: Shared | None = None,
         refuse: Refuse = lambda path, error: refusal(error),
     ) -> None:
@@ -197,11 +185,11 @@ class HttpConnection(asyncio.BufferedProtocol):
     def __init__(self, server: HttpServer) -> None:
         self._server = server
         self.peer = ""
-        self.parser = HttpParser(server.limits, time.monotonic())
+        self.parser = http_parser.HttpParser(server.limits, time.monotonic())
         self._held_bytes = 0  # the parser's part of the server's ``unfinished_bytes``
         self._transport: Any = None
         self._work: Work | Response = Response()  # work for the last head
-        self.queue: deque[tuple[Work | Response, RequestRead]] = deque()
+        self.queue: deque[tuple[Work | Response, http_parser.RequestRead]] = deque()
         self._task: InlineTask | None = None
         self._streaming: Callable[[bytes], bytes] | None = None  # frames a stream's piece
         self._cut: Callable[[PipeSwitchError], bytes] | None = None
@@ -262,7 +250,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     # ---- the parser's actions ------------------------------------------------------------------
 
-    def _perform(self, actions: Sequence[Action]) -> None:
+    def _perform(self, actions: Sequence[http_parser.Action]) -> None:
         """Perform actions, up to the first that ends the connection; then answer."""
         for action in actions:
             if not self._do(action):
@@ -274,31 +262,31 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._task = InlineTask(self._answer_all())
             self._task.step()
 
-    def _do(self, action: Action) -> bool:
+    def _do(self, action: http_parser.Action) -> bool:
         """Perform an action; False: the connection ends."""
         match action:
-            case HeadRead():
+            case http_parser.HeadRead():
                 return self._admit(action)
-            case RequestRead():
+            case http_parser.RequestRead():
                 return self._queue_up(action)
-            case NeedBuffer():
+            case http_parser.NeedBuffer():
                 try:
                     self.parser.use_buffer(_untouched(action.size))
                 except (MemoryError, OSError):
                     text = "the gateway has no memory for a body of this length"
                     self.refuse(QueueFull(text, hint=AGAIN, limit="memory"))
                     return False
-            case RefuseRequest():
+            case http_parser.RefuseRequest():
                 self._queue_refusal(self.parser.path, action.error)
-            case Do.CONTINUE:
+            case http_parser.Do.CONTINUE:
                 self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            case Do.PAUSE:
+            case http_parser.Do.PAUSE:
                 self._transport.pause_reading()
-            case Do.ABORT:
+            case http_parser.Do.ABORT:
                 self.abort()
         return True
 
-    def _admit(self, read: HeadRead) -> bool:
+    def _admit(self, read: http_parser.HeadRead) -> bool:
         """Decide whether to answer a request; False: it is refused, and its body is not read."""
         head, server = read.head, self._server
         work = server.refuse(head.path, read.error) if read.error else server.admit(head)
@@ -308,7 +296,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._perform(self.parser.without_body(head))
         return False
 
-    def _queue_up(self, request: RequestRead) -> bool:
+    def _queue_up(self, request: http_parser.RequestRead) -> bool:
         """Queue a request for the last head; False: it is refused."""
         try:
             self._server.shared.waiting.take(self.peer, len(request.body))
@@ -322,7 +310,9 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _queue_refusal(self, path: str, error: PipeSwitchError) -> None:
         refused = self._server.refuse(path, error)
         if self._task is None and not self.queue:
-            self.queue.append((refused, RequestRead(body=b"", path=path, is_kept=False)))
+            self.queue.append(
+                (refused, http_parser.RequestRead(body=b"", path=path, is_kept=False))
+            )
 
     def _stop_reading(self) -> None:
         self.parser.stop()

@@ -6,14 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from ...base.errors import (
-    Cancelled,
-    ModelNotFound,
-    PipeSwitchError,
-    QueueFull,
-    ServerUnavailable,
-    draining,
-)
+from ...base import errors
 from ...base.quotas import left
 from ...ipc.messages.base import ModelName
 from ...wire.request_timing import RequestTiming
@@ -113,7 +106,7 @@ class Admission:
             self._core.emit(Reply(token=request.token, outputs=request.run.inputs, timing=timing))
             return
         model = self._models.get(request.model)
-        error: PipeSwitchError | None = None
+        error: errors.PipeSwitchError | None = None
         if model is None or model.built.digest != event.digest:
             error = changed_on_the_way(request.model)
         elif model.state.state is ModelState.QUARANTINED:
@@ -169,11 +162,11 @@ class Admission:
             return event
         return replace(event, model=current.name, digest=current.manifest.digest)
 
-    def _refusal(self, event: InferArrived) -> PipeSwitchError | None:
+    def _refusal(self, event: InferArrived) -> errors.PipeSwitchError | None:
         core = self._core
         model = self._models.get(event.model)
         if (core.drain_at_ms is not None and not event.continues) or core.is_stopped:
-            return draining()
+            return errors.draining()
         if model is None or model.state.state is ModelState.LEAVING:
             return self._gone(event)
         if model.state.state is ModelState.QUARANTINED:
@@ -192,14 +185,14 @@ class Admission:
                 return self._full(event, model)
         return None  # nothing waits, so no limit applies
 
-    def _gone(self, event: InferArrived) -> PipeSwitchError:
+    def _gone(self, event: InferArrived) -> errors.PipeSwitchError:
         """Return the error that the frontend gives once it knows that the version was removed."""
         name, version = split_name(event.model)
         if not event.registration_id and self._versions.present(name):
             return self._versions.missing(name, version)
         return removed(event.model)
 
-    def _full(self, event: InferArrived, model: Model) -> QueueFull | None:
+    def _full(self, event: InferArrived, model: Model) -> errors.QueueFull | None:
         """Return the error if the queues have no room for the request, else None."""
         core, states = self._core, self._states
         queues: list[Queue | HelperQueue] = [*self.helpers.values()]
@@ -222,12 +215,12 @@ class Admission:
                 return _full(f"ms of requests for {name}", waiting, own, "max_queue_time", limit)
         return None
 
-    def _lost(self, model: Model) -> ServerUnavailable | None:
+    def _lost(self, model: Model) -> errors.ServerUnavailable | None:
         """Return the error if every device that may serve the model is given up, else None."""
         for state in self._states:
             if not state.daemon.is_given_up and state.may_serve(model):
                 return None
-        return ServerUnavailable(
+        return errors.ServerUnavailable(
             f'"{model.name}" is limited to {", ".join(model.devices)}, which this server has lost',
             hint="restart the server, or register the model without devices",
         )
@@ -240,7 +233,7 @@ class Admission:
             if request is None:
                 continue
             if request.state.state is TaskState.QUEUED:
-                state.refuse(request, TaskEvent.CANCEL, Cancelled("cancelled by the caller"))
+                state.refuse(request, TaskEvent.CANCEL, errors.Cancelled("cancelled by the caller"))
             elif request.history is not None:
                 request.history.is_cancelled = True
             return True
@@ -260,7 +253,7 @@ class Admission:
             for request in state.awaiting_model.of(model.name):
                 self._place(state, request)
 
-    def not_stored(self, model: Model, error: PipeSwitchError) -> None:
+    def not_stored(self, model: Model, error: errors.PipeSwitchError) -> None:
         """Refuse the early requests with the reason why the model's bytes cannot be stored."""
         for state in self._states:
             for request in state.awaiting_model.of(model.name):
@@ -325,8 +318,8 @@ class Admission:
         place.take(request, is_early=is_early)
 
 
-def _full(what: str, waiting: int, own: int, setting: str, limit: int) -> QueueFull:
-    return QueueFull(
+def _full(what: str, waiting: int, own: int, setting: str, limit: int) -> errors.QueueFull:
+    return errors.QueueFull(
         f"{waiting} {what} are waiting, {own} of them this client's; the limit is {limit}, and a "
         "client may use at most three times as many as remain free",
         hint=f"try again later, or raise [scheduler] {setting}",
@@ -335,7 +328,7 @@ def _full(what: str, waiting: int, own: int, setting: str, limit: int) -> QueueF
     )
 
 
-def changed_on_the_way(name: ModelName) -> ModelNotFound:
+def changed_on_the_way(name: ModelName) -> errors.ModelNotFound:
     """Return the error for a model that changed before its request arrived."""
     base, _ = split_name(name)
-    return ModelNotFound(f'model "{base}" changed while the request was being sent')
+    return errors.ModelNotFound(f'model "{base}" changed while the request was being sent')

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
+from ...ipc.messages import daemon as daemon_msg
 from ...ipc.messages import worker as worker_msg
 from ...ipc.messages.base import Message, OpId, Pong, SliceRead, StepCommitted
-from ...ipc.messages.daemon import (
-    CommitPersisted,
-    DaemonFault,
-    DaemonReady,
-    Scrubbed,
-    SliceCopied,
-    TransmitEnded,
-)
 from ..memory.allocators import ArenaAllocator, HostStoreAllocator
 from ..memory.commits import Commits
 from ..memory.leases import Leases
@@ -141,14 +134,14 @@ class Device:
     def from_daemon(self, message: Message) -> None:
         """Handle a message about this device from the current memory daemon."""
         match message:
-            case TransmitEnded():
+            case daemon_msg.TransmitEnded():
                 self.residents.transmit_ended(message)
-            case DaemonReady(pid=pid):
+            case daemon_msg.DaemonReady(pid=pid):
                 self.worker_pool.daemon_ready(pid)
                 self.commits.daemon_ready()
-            case Scrubbed(op_id=op_id):
+            case daemon_msg.Scrubbed(op_id=op_id):
                 self.slices.scrubbed(op_id)
-            case SliceCopied():
+            case daemon_msg.SliceCopied():
                 self.swaps.copied(message)
             case SliceRead():
                 self.commits.slice_read(message)
@@ -157,9 +150,9 @@ class Device:
                 self.worker_pool.served_well()
             case Pong(op_id=op_id):
                 self.health.daemon_answered(op_id)
-            case CommitPersisted():
+            case daemon_msg.CommitPersisted():
                 self.commits.persisted(message)
-            case DaemonFault():
+            case daemon_msg.DaemonFault():
                 self.core.counts["daemon_faults"] += 1
                 self.slices.refused(message.op_id)
                 self.residents.refused(message.op_id, message.reason)

@@ -6,16 +6,8 @@ import math
 from typing import Final
 
 from ...base.errors import DRAINING, WorkerLost
+from ...ipc.messages import worker as worker_msg
 from ...ipc.messages.base import JobName, Slot, Turn
-from ...ipc.messages.worker import (
-    EvictTask,
-    GrantTurn,
-    JobEnded,
-    JobParked,
-    JobReady,
-    RunJob,
-    StopTask,
-)
 from ..memory.commits import Commits
 from ..memory.leases import Leases
 from ..memory.swaps import Swaps
@@ -198,7 +190,7 @@ class TrainingJobs:
         self._holds_device(job)
         self._device.send(
             worker.slot,
-            RunJob(
+            worker_msg.RunJob(
                 op_id=job.op_id,
                 turn=job.turn,
                 spec=job.spec,
@@ -226,7 +218,7 @@ class TrainingJobs:
         job.timing.preempted_ms += core.now_ms - job.timing.parked_at_ms
         device.workers[job.slot].state.apply(WorkerEvent.TURN_GIVEN, f"job {job.spec.name}")
         self._holds_device(job)
-        device.send(job.slot, GrantTurn(op_id=job.op_id, turn=job.turn), "signal")
+        device.send(job.slot, worker_msg.GrantTurn(op_id=job.op_id, turn=job.turn), "signal")
         device.publish("job.resumed_in_place", job=job.spec.name, worker=job.slot)
 
     def _holds_device(self, job: Job) -> None:
@@ -399,7 +391,7 @@ class TrainingJobs:
         core.dirty |= JOBS
         wait_ms = min(core.settings.stop_grace_ms, self._open_after_ms)
         core.wake_at(core.now_ms + wait_ms, JOBS)
-        order = StopTask(
+        order = worker_msg.StopTask(
             op_id=job.op_id,
             turn=job.turn,
             next_turn=next_turn,
@@ -408,7 +400,7 @@ class TrainingJobs:
         )
         self._device.send(job.slot, order, "signal")
 
-    def parked(self, worker: Worker, message: JobParked) -> bool:
+    def parked(self, worker: Worker, message: worker_msg.JobParked) -> bool:
         """Record that the job has parked; the caller passes the turn on. Return False if too late.
 
         The message may arrive after the job's JobEnded, which uses another channel.
@@ -441,7 +433,7 @@ class TrainingJobs:
         self._device_left(job)
         return True
 
-    def back(self, worker: Worker, message: JobReady) -> None:
+    def back(self, worker: Worker, message: worker_msg.JobReady) -> None:
         """Record that an away job needs the device again, or that a job needs activation memory."""
         job = self._device.job_of(worker, message.op_id)
         if job is not None and message.turn == job.turn:
@@ -502,10 +494,10 @@ class TrainingJobs:
         core.counts["job_evictions"] += 1
         core.dirty |= JOBS
         core.wake_at(core.now_ms + core.settings.evict_grace_ms, JOBS)
-        self._device.send(job.slot, EvictTask(op_id=job.op_id), "signal")
+        self._device.send(job.slot, worker_msg.EvictTask(op_id=job.op_id), "signal")
         self._device.publish("job.evicting", job=name, cause=cause)
 
-    def ended(self, worker: Worker, message: JobEnded) -> None:
+    def ended(self, worker: Worker, message: worker_msg.JobEnded) -> None:
         """Retire the process of a script that has ended; its memory is free after its exit."""
         job = self._device.job_of(worker, message.op_id)
         if job is None:
