@@ -9,42 +9,10 @@ from typing import Any, Final
 import msgspec
 from msgspec.structs import astuple
 
+from pipeswitch.ipc.messages import daemon as daemon_msg
+from pipeswitch.ipc.messages import worker as worker_msg
 from pipeswitch.ipc.messages.base import ByteRange, Message, SlabTensor, SliceRead, StepCommitted
-from pipeswitch.ipc.messages.daemon import (
-    CommitCopy,
-    CommitPersisted,
-    CopySliceIn,
-    CopySliceOut,
-    DaemonReady,
-    GroupCopy,
-    Scrub,
-    Scrubbed,
-    SliceCopied,
-    TransmitEnded,
-    TransmitModel,
-)
 from pipeswitch.ipc.messages.run import Run, SamplingParams
-from pipeswitch.ipc.messages.worker import (
-    CommitStep,
-    EvictTask,
-    GrantTurn,
-    HideSlice,
-    InferenceDone,
-    JobEnded,
-    JobParked,
-    JobReady,
-    JobSpec,
-    LeaseGranted,
-    LeaseRequest,
-    RunInference,
-    RunJob,
-    ShowSlice,
-    SliceHidden,
-    StopTask,
-    WorkerClean,
-    WorkerReady,
-    Yielded,
-)
 
 from .frozen import OP_IDS, Add, Next
 
@@ -54,17 +22,17 @@ IMAGE_BYTES: Final = 3  # size of a job's training state; see ``commits``
 _RANGES: Final = (ByteRange(offset_bytes=0, size_bytes=IMAGE_BYTES),)
 # Fields without effect in the model are not packed; unpacked messages have these values instead.
 _FIXED: Final[dict[type[Message], dict[str, Any]]] = {
-    RunInference: {
+    worker_msg.RunInference: {
         "digest": "",
         "directory": "",
     },
-    RunJob: {
+    worker_msg.RunJob: {
         "log_path": "",
         "commit_every_ms": float("inf"),
         "restarts": 0,
         "steps_recomputed": 0,
     },
-    InferenceDone: {
+    worker_msg.InferenceDone: {
         "turn_at_ms": 0.0,
         "first_group_at_ms": 0.0,
         "ended_at_ms": 0.0,
@@ -72,61 +40,61 @@ _FIXED: Final[dict[type[Message], dict[str, Any]]] = {
         "group_begins_at_ms": (),
         "group_ends_at_ms": (),
     },
-    JobParked: {"asked_at_ms": 0.0, "parked_at_ms": 0.0},
-    CommitStep: {"ranges": _RANGES},
-    CommitCopy: {"ranges": _RANGES},
+    worker_msg.JobParked: {"asked_at_ms": 0.0, "parked_at_ms": 0.0},
+    worker_msg.CommitStep: {"ranges": _RANGES},
+    daemon_msg.CommitCopy: {"ranges": _RANGES},
     StepCommitted: {"copy_ms": 0.0},
-    JobEnded: {"step": 0, "error_type": "", "error_text": ""},
-    TransmitEnded: {
+    worker_msg.JobEnded: {"step": 0, "error_type": "", "error_text": ""},
+    daemon_msg.TransmitEnded: {
         "copied_bytes": 0,
         "started_at_ms": 0.0,
         "ended_at_ms": 0.0,
         "group_ends_at_ms": (),
     },
-    SliceCopied: {"began_at_ms": 0.0, "ended_at_ms": 0.0},
-    DaemonReady: {"pid": 1},
+    daemon_msg.SliceCopied: {"began_at_ms": 0.0, "ended_at_ms": 0.0},
+    daemon_msg.DaemonReady: {"pid": 1},
 }
 _CARRIED: Final = (
-    RunInference,
-    RunJob,
-    StopTask,
-    GrantTurn,
-    EvictTask,
-    LeaseGranted,
-    WorkerReady,
-    InferenceDone,
-    WorkerClean,
-    JobParked,
-    LeaseRequest,
-    CommitStep,
-    CommitCopy,
-    Scrub,
+    worker_msg.RunInference,
+    worker_msg.RunJob,
+    worker_msg.StopTask,
+    worker_msg.GrantTurn,
+    worker_msg.EvictTask,
+    worker_msg.LeaseGranted,
+    worker_msg.WorkerReady,
+    worker_msg.InferenceDone,
+    worker_msg.WorkerClean,
+    worker_msg.JobParked,
+    worker_msg.LeaseRequest,
+    worker_msg.CommitStep,
+    daemon_msg.CommitCopy,
+    daemon_msg.Scrub,
     SliceRead,
     StepCommitted,
-    JobEnded,
-    TransmitModel,
-    TransmitEnded,
-    Scrubbed,
-    DaemonReady,
-    CommitPersisted,
-    Yielded,
-    JobReady,
-    HideSlice,
-    SliceHidden,
-    ShowSlice,
-    CopySliceOut,
-    CopySliceIn,
-    SliceCopied,
+    worker_msg.JobEnded,
+    daemon_msg.TransmitModel,
+    daemon_msg.TransmitEnded,
+    daemon_msg.Scrubbed,
+    daemon_msg.DaemonReady,
+    daemon_msg.CommitPersisted,
+    worker_msg.Yielded,
+    worker_msg.JobReady,
+    worker_msg.HideSlice,
+    worker_msg.SliceHidden,
+    worker_msg.ShowSlice,
+    daemon_msg.CopySliceOut,
+    daemon_msg.CopySliceIn,
+    daemon_msg.SliceCopied,
 )
 _NESTED: Final[dict[str, tuple[type, int]]] = {  # field -> type of elements, nesting of tuples
-    "groups": (GroupCopy, 1),
+    "groups": (daemon_msg.GroupCopy, 1),
     "runs": (Run, 1),
     "outputs": (SlabTensor, 2),
-    "spec": (JobSpec, 0),
+    "spec": (worker_msg.JobSpec, 0),
 }
 _OF_COMMITS: Final = (
-    CommitStep,
-    CommitCopy,
+    worker_msg.CommitStep,
+    daemon_msg.CommitCopy,
     SliceRead,
     StepCommitted,
 )  # their ids are compared by size
@@ -156,9 +124,11 @@ _KINDS: Final = {kind.__name__: _Kind(kind) for kind in _CARRIED}
 def _packed(value: Any, depth: int) -> Any:
     if depth:
         return tuple([_packed(part, depth - 1) for part in value])
-    if isinstance(value, JobSpec):
+    if isinstance(value, worker_msg.JobSpec):
         return (value.name,)  # the rest has no effect in the model
-    if isinstance(value, GroupCopy) and value.parts:  # a value must be of a built-in type
+    if (
+        isinstance(value, daemon_msg.GroupCopy) and value.parts
+    ):  # a value must be of a built-in type
         value = msgspec.structs.replace(value, parts=tuple(map(tuple, value.parts)))
     parts = astuple(value) if value is not None else ()
     return tuple([_packed(one, 0) if isinstance(one, SamplingParams) else one for one in parts])
@@ -169,8 +139,8 @@ def _unpacked(value: Any, kind: type, depth: int) -> Any:
         return tuple([_unpacked(part, kind, depth - 1) for part in value])
     if not value:
         return None
-    if kind is JobSpec:
-        return JobSpec(*value, "", (), 1)
+    if kind is worker_msg.JobSpec:
+        return worker_msg.JobSpec(*value, "", (), 1)
     fields = dict(zip(kind.__struct_fields__, value, strict=True))  # type: ignore[attr-defined]
     if "sampling_params" in fields:
         fields["sampling_params"] = _unpacked(fields["sampling_params"] or (), SamplingParams, 0)

@@ -20,20 +20,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import process_tools as tools
 import pytest
 import torch
-from process_tools import (
-    DEADLINE_S,
-    ENVIRONMENT,
-    checked_server,
-    children_of,
-    command,
-    finish,
-    kill,
-    stop,
-    until,
-    write_script,
-)
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -297,11 +286,13 @@ LOGS = """
 
 def test_a_log_has_each_row_once_and_a_script_may_end_by_exit(tmp_path: Path) -> None:
     log = tmp_path / "log.csv"
-    with checked_server(environment=ENVIRONMENT) as checked:
-        row = finish(checked.client.train(write_script(tmp_path, "logs.py", LOGS), args=[str(log)]))
+    with tools.checked_server(environment=tools.ENVIRONMENT) as checked:
+        row = tools.finish(
+            checked.client.train(tools.write_script(tmp_path, "logs.py", LOGS), args=[str(log)])
+        )
         assert (row["restarts"], row["step"]) == (2, 60)
         assert log.read_text().split() == ["step", *map(str, range(60))]
-        shown = command("--host", checked.running.ipc_address, "jobs").stdout.split()
+        shown = tools.command("--host", checked.running.ipc_address, "jobs").stdout.split()
         at = shown.index("COMMITTED")
         assert shown[at : at + 4] == ["COMMITTED", "STEP", "PERSISTED", "STEP"]
 
@@ -326,13 +317,13 @@ WORLD = """
 def test_sets_and_unseeded_generators_are_the_same_in_the_next_server(tmp_path: Path) -> None:
     worlds: list[str] = []
     for life in range(2):
-        options: Any = {"environment": ENVIRONMENT, "state_dir": tmp_path / "state"}
-        with checked_server(settles=False, **options) as checked:
+        options: Any = {"environment": tools.ENVIRONMENT, "state_dir": tmp_path / "state"}
+        with tools.checked_server(settles=False, **options) as checked:
             client = checked.client
             if not life:
-                client.train(write_script(tmp_path, "world.py", WORLD))
+                client.train(tools.write_script(tmp_path, "world.py", WORLD))
             task = client.task("world")
-            until(partial(has_gone_on, task, life), "it goes on, and is on disk")
+            tools.until(partial(has_gone_on, task, life), "it goes on, and is on disk")
             if life:
                 worlds = [line for line in "".join(task.logs()).splitlines() if "WORLD" in line]
                 task.cancel()
@@ -391,24 +382,24 @@ STOPS = """
 
 
 def test_a_signal_to_all_processes_stops_the_server_and_ends_no_job(tmp_path: Path) -> None:
-    script = write_script(tmp_path, "stops.py", STOPS)
-    options: Any = {"environment": ENVIRONMENT, "state_dir": tmp_path / "state"}
-    with checked_server(settles=False, **options) as checked:
+    script = tools.write_script(tmp_path, "stops.py", STOPS)
+    options: Any = {"environment": tools.ENVIRONMENT, "state_dir": tmp_path / "state"}
+    with tools.checked_server(settles=False, **options) as checked:
         task = checked.client.train(script)
-        until(lambda: task.status()["committed_step"] > 0, "it trains")
+        tools.until(lambda: task.status()["committed_step"] > 0, "it trains")
         worker = checked.worker_pids()[task.status()["worker"]]
-        stop(checked.pid)  # the server learns of it last
-        for pid in (*children_of(worker), worker, checked.pid):
-            kill(pid, signal.SIGTERM)
-        kill(checked.pid, signal.SIGCONT)
-        checked.running.process.wait(DEADLINE_S)
-    with checked_server(**options) as checked:
+        tools.stop(checked.pid)  # the server learns of it last
+        for pid in (*tools.children_of(worker), worker, checked.pid):
+            tools.kill(pid, signal.SIGTERM)
+        tools.kill(checked.pid, signal.SIGCONT)
+        checked.running.process.wait(tools.DEADLINE_S)
+    with tools.checked_server(**options) as checked:
         task = checked.client.task("stops")
         step = task.status()["step"]
-        until(lambda: task.status()["step"] > step, "it goes on")
+        tools.until(lambda: task.status()["step"] > step, "it goes on")
         assert "SIGNAL" not in "".join(task.logs())
-        kill(checked.worker_pids()[task.status()["worker"]], signal.SIGTERM)  # by hand
-        finish(task)
+        tools.kill(checked.worker_pids()[task.status()["worker"]], signal.SIGTERM)  # by hand
+        tools.finish(task)
         assert "SIGNAL" in "".join(task.logs())
 
 
@@ -429,19 +420,19 @@ EDITED = """
 
 
 def test_a_job_goes_on_with_edited_files_and_says_so(tmp_path: Path) -> None:
-    part, script = tmp_path / "edited_part.py", write_script(tmp_path, "edited.py", EDITED)
+    part, script = tmp_path / "edited_part.py", tools.write_script(tmp_path, "edited.py", EDITED)
     part.write_text("VERSION = 1")
-    with checked_server(environment=ENVIRONMENT) as checked:
+    with tools.checked_server(environment=tools.ENVIRONMENT) as checked:
         task = checked.client.train(script)
         for version, names in ((2, "edited_part.py"), (3, "edited.py, edited_part.py")):
             step = task.status()["committed_step"]
-            until(partial(has_committed, task, step), "it commits")
+            tools.until(partial(has_committed, task, step), "it commits")
             task.pause()
             part.write_text(f"VERSION = {version}")
             if version == 3:
                 script.write_text(script.read_text() + "# edited")
             task.resume()
-            until(partial(names_edited, task, names), "it names the files")
+            tools.until(partial(names_edited, task, names), "it names the files")
         log = "".join(task.logs())
         assert [line for line in log.splitlines() if line[:1] == "V"] == [
             f"VERSION {version}" for version in (1, 2, 3)
@@ -476,26 +467,30 @@ def test_a_job_has_its_callers_folder_and_variables_in_each_life(tmp_path: Path)
     folder = tmp_path / "project"
     for name in ("scripts", "data"):
         (folder / name).mkdir(parents=True)
-    write_script(folder / "scripts", "place.py", PLACE)
+    tools.write_script(folder / "scripts", "place.py", PLACE)
     (folder / "data/x.txt").write_text("DATA")
-    options: Any = {"environment": ENVIRONMENT, "state_dir": tmp_path / "state"}
+    options: Any = {"environment": tools.ENVIRONMENT, "state_dir": tmp_path / "state"}
     words = ("train", "scripts/place.py", "--json", "--", "data/x.txt")
     for life in range(2):
-        with checked_server(settles=False, **options) as checked:
+        with tools.checked_server(settles=False, **options) as checked:
             if not life:
                 host, secret = ("--host", checked.running.ipc_address), {"MY_SECRET": "m1ne"}
-                done = command(*host, *words, environment=secret, cwd=folder)
+                done = tools.command(*host, *words, environment=secret, cwd=folder)
                 row = json.loads(done.stdout)
                 assert (row["folder"], row["env"]) == (str(folder), ["MY_SECRET"])
                 assert done.stderr == "variables: MY_SECRET\n"
                 assert "m1ne" not in done.stdout
             task = checked.client.task("place")
-            until(partial(has_printed, task, life + 1, f"PLACE {folder} m1ne DATA"), "it goes on")
+            tools.until(
+                partial(has_printed, task, life + 1, f"PLACE {folder} m1ne DATA"), "it goes on"
+            )
             if life:
                 task.pause()
                 folder.rename(tmp_path / "moved")
                 task.resume()
-                until(lambda task=task: task.status()["state"] == "failed", "its folder is gone")
+                tools.until(
+                    lambda task=task: task.status()["state"] == "failed", "its folder is gone"
+                )
                 assert task.status()["error"].startswith(
                     f"InvalidInput: the job's folder '{folder}"
                 )

@@ -12,20 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import process_tools as tools
 import pytest
 import torch
-from process_tools import (
-    DEADLINE_S,
-    Checked,
-    checked_server,
-    finish,
-    kill,
-    mlp,
-    rss_bytes,
-    run_plain,
-    until,
-    write_script,
-)
 
 from pipeswitch.base.errors import PipeSwitchError
 from pipeswitch.base.failpoints import VARIABLE
@@ -254,7 +243,7 @@ def write(folder: Path, name: str) -> Path:
     for place, code in zip(("BEFORE", "        STEP", "    AFTER"), SCRIPTS[name], strict=True):
         indent = place[: len(place) - len(place.lstrip())]
         source = source.replace(place, "\n".join(indent + line for line in code.splitlines()))
-    return write_script(folder, f"train-{name}.py", source)
+    return tools.write_script(folder, f"train-{name}.py", source)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -270,10 +259,10 @@ def has_trained(task: Task, step: int) -> bool:
 class Requests:
     """Requests at random moments, each of which needs the memory of the job that trains."""
 
-    def __init__(self, checked: Checked) -> None:
+    def __init__(self, checked: tools.Checked) -> None:
         self.checked, self.random = checked, random.Random(SEED)
         self.x = torch.ones(1, WIDTH)
-        checked.client.register("large", mlp(WIDTH, 3, 1), example_inputs=(self.x,))
+        checked.client.register("large", tools.mlp(WIDTH, 3, 1), example_inputs=(self.x,))
         self.answer = checked.client.infer("large", self.x)["y"]
 
     def one(self) -> None:
@@ -282,7 +271,7 @@ class Requests:
     def swap(self, task: Task, swaps: int) -> dict[str, Any]:
         """Send requests until the job has been swapped so often; return its row."""
         while (row := task.status())["swaps"] < swaps:
-            until(lambda: has_trained(task, row["step"]), f"{task.name} trains")
+            tools.until(lambda: has_trained(task, row["step"]), f"{task.name} trains")
             threading.Event().wait(self.random.uniform(0, 0.03))  # a random instant
             self.one()
         return row
@@ -290,7 +279,7 @@ class Requests:
 
 @pytest.fixture(scope="module")
 def requests() -> Iterator[Requests]:
-    with checked_server(arena=ARENA, environment=ENVIRONMENT) as checked:
+    with tools.checked_server(arena=ARENA, environment=ENVIRONMENT) as checked:
         yield Requests(checked)
 
 
@@ -303,10 +292,10 @@ def is_swapped_like_plain(requests: Requests, folder: Path, name: str, swaps: in
     task = requests.checked.client.train(script, name=name, args=[str(out["served"]), "-1"])
     requests.swap(task, swaps)
     out["served"].with_suffix(".enough").touch()
-    row = finish(task)
+    row = tools.finish(task)
     assert (row["evictions"], row["restarts"], row["steps_recomputed"]) == (0, 0, 0), row
     assert row["swaps"] >= swaps
-    run_plain(script, str(out["plain"]), out["served"].read_text().split()[-1])
+    tools.run_plain(script, str(out["plain"]), out["served"].read_text().split()[-1])
     assert files(out["served"].parent) == files(out["plain"].parent)
 
 
@@ -335,7 +324,7 @@ HOLDS: Final = {"swapping_out": "daemon.slice.out", "swapping_in": "daemon.slice
 class Faults(Requests):
     """A server with failpoints, and a job that is made to enter a state and stay in it."""
 
-    def __init__(self, checked: Checked, folder: Path) -> None:
+    def __init__(self, checked: tools.Checked, folder: Path) -> None:
         super().__init__(checked)
         self.folder, self.points = folder, folder / "points"
 
@@ -345,7 +334,7 @@ class Faults(Requests):
         task = self.checked.client.train(
             script, name=name, args=[str(self.folder / name / "out"), "-1"]
         )
-        until(lambda: has_trained(task, 20), "it trains")
+        tools.until(lambda: has_trained(task, 20), "it trains")
         return task
 
     def arm(self, point: str, action: str) -> Path:
@@ -357,7 +346,7 @@ class Faults(Requests):
     def fires(self, point: str, action: str) -> None:
         armed = self.arm(point, action)
         self.one()
-        until(lambda: not armed.exists(), f"{point} is reached")
+        tools.until(lambda: not armed.exists(), f"{point} is reached")
 
     @contextlib.contextmanager
     def held(self, task: Task, state: str) -> Iterator[None]:
@@ -366,8 +355,8 @@ class Faults(Requests):
         request = self.checked.client.submit("large", self.x)
         if armed is None:
             self.checked.client.load("large")
-        until(lambda: task.status()["state"] == state, f"it is {state}")
-        until(lambda: armed is None or not armed.exists(), f"the daemon waits in {state}")
+        tools.until(lambda: task.status()["state"] == state, f"it is {state}")
+        tools.until(lambda: armed is None or not armed.exists(), f"the daemon waits in {state}")
         yield
         request.result(60)
         if armed is None:
@@ -375,13 +364,15 @@ class Faults(Requests):
 
     def finish(self, task: Task) -> dict[str, Any]:
         """Let the job train on and end; it must have the plain run's weights. Return its row."""
-        until(functools.partial(has_trained, task, task.status()["step"] + 20), "it trains again")
+        tools.until(
+            functools.partial(has_trained, task, task.status()["step"] + 20), "it trains again"
+        )
         out = self.folder / task.name / "out"
         out.with_suffix(".enough").touch()
-        row = finish(task)
+        row = tools.finish(task)
         epochs = out.read_text().split()[-1]
         plain = out.with_name("plain")
-        run_plain(out.with_name("train-recomputation.py"), str(plain), epochs)
+        tools.run_plain(out.with_name("train-recomputation.py"), str(plain), epochs)
         assert out.read_text() == plain.read_text()
         return row
 
@@ -396,7 +387,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faults]:
         "PIPESWITCH_WORKERS__RESTART_BACKOFF": "20ms",
         "PIPESWITCH_SCHEDULER__EVICT_GRACE": "3s",
     }
-    with checked_server(arena=ARENA, environment=environment) as checked:
+    with tools.checked_server(arena=ARENA, environment=environment) as checked:
         yield Faults(checked, folder)
 
 
@@ -418,8 +409,8 @@ def test_a_kill_in_each_state_loses_only_steps_after_the_last_commit(
             "worker": faults.checked.row(task.name)["pid"],
             "daemon": faults.checked.daemon_pid(),
         }
-        assert kill(pids[victim])
-        until(lambda: task.status()["restarts"] == 1, "its process has ended")
+        assert tools.kill(pids[victim])
+        tools.until(lambda: task.status()["restarts"] == 1, "its process has ended")
     row = faults.finish(task)
     assert (row["restarts"], row["evictions"]) == (1, 0)
 
@@ -445,9 +436,9 @@ def test_an_order_in_each_state_is_carried_out(faults: Faults, order: str, state
     with faults.held(task, state):
         getattr(task, order)()
     if order == "cancel":
-        until(lambda: task.status()["state"] == "cancelled", "it is cancelled")
+        tools.until(lambda: task.status()["state"] == "cancelled", "it is cancelled")
         return
-    until(lambda: task.status()["state"] == "paused", "it is paused")
+    tools.until(lambda: task.status()["state"] == "paused", "it is paused")
     task.resume()
     faults.finish(task)
 
@@ -473,10 +464,10 @@ def test_a_job_that_may_not_be_swapped_is_evicted_and_says_why(
     tmp_path: Path, options: dict[str, Any], why: str
 ) -> None:
     environment = {**ENVIRONMENT, **options.pop("environment", {})}
-    with checked_server(arena=ARENA, environment=environment, **options) as checked:
+    with tools.checked_server(arena=ARENA, environment=environment, **options) as checked:
         faults = Faults(checked, tmp_path)
         task = faults.start("stays")
-        records = checked.client.events("job.evicting", timeout_s=DEADLINE_S)
+        records = checked.client.events("job.evicting", timeout_s=tools.DEADLINE_S)
         faults.one()
         assert why in next(records)["cause"]
         row = faults.finish(task)
@@ -494,7 +485,7 @@ def places(pid: int) -> set[str]:
 
 @pytest.mark.slow
 def test_three_jobs_in_memory_for_two_swap_each_other_and_move(tmp_path: Path) -> None:
-    with checked_server(arena="10MiB", environment=ENVIRONMENT) as checked:
+    with tools.checked_server(arena="10MiB", environment=ENVIRONMENT) as checked:
         script, tasks, seen = write(tmp_path, "large"), [], defaultdict(set)
         outs = [tmp_path / str(number) / "out" for number in range(3)]
         for out in outs:
@@ -507,13 +498,13 @@ def test_three_jobs_in_memory_for_two_swap_each_other_and_move(tmp_path: Path) -
                 seen[task.name] |= places(checked.row(task.name)["pid"])
             return all(len(seen[task.name]) > 1 for task in tasks)
 
-        until(have_moved, "each job's slice has been at two places", 200)
+        tools.until(have_moved, "each job's slice has been at two places", 200)
         for out in outs:
             out.with_suffix(".enough").touch()
-        rows = [finish(task) for task in tasks]
+        rows = [tools.finish(task) for task in tasks]
     assert all((row["evictions"], row["steps_recomputed"]) == (0, 0) for row in rows), rows
     for out in outs:
-        run_plain(script, str(out.with_name("plain")), out.read_text().split()[-1])
+        tools.run_plain(script, str(out.with_name("plain")), out.read_text().split()[-1])
         assert out.read_text() == out.with_name("plain").read_text()
 
 
@@ -521,7 +512,7 @@ def held_by(pids: dict[str, int]) -> dict[str, dict[str, int]]:
     """Return each process's memory and its numbers of descriptors, threads and mappings."""
     maps = {name: Path(f"/proc/{pid}/maps").read_text().count("\n") for name, pid in pids.items()}
     return {
-        name: {**holdings(pid), "mappings": maps[name], "KiB": rss_bytes(pid) >> 10}
+        name: {**holdings(pid), "mappings": maps[name], "KiB": tools.rss_bytes(pid) >> 10}
         for name, pid in pids.items()
     }
 
@@ -531,7 +522,7 @@ def held_by(pids: dict[str, int]) -> dict[str, dict[str, int]]:
 def test_two_thousand_swaps_grow_nothing(tmp_path: Path) -> None:
     with (
         publishing("swaps") as figures,
-        checked_server(arena=ARENA, environment=ENVIRONMENT) as checked,
+        tools.checked_server(arena=ARENA, environment=ENVIRONMENT) as checked,
     ):
         requests = Requests(checked)
         script = write(tmp_path, "accumulation")
@@ -563,15 +554,15 @@ def test_a_job_outlives_its_server_in_each_state(tmp_path: Path, state: str) -> 
     options = {"arena": ARENA, "state_dir": tmp_path / "state"}
     (tmp_path / "points").mkdir()
     environment = {**ENVIRONMENT, VARIABLE: str(tmp_path / "points")}
-    with checked_server(
+    with tools.checked_server(
         settles=False, status=-signal.SIGKILL, environment=environment, **options
     ) as checked:
         faults = Faults(checked, tmp_path)
         task = faults.start("outlives")
-        until(lambda: task.status()["persisted_step"] > 0, "a commit is on disk")
+        tools.until(lambda: task.status()["persisted_step"] > 0, "a commit is on disk")
         with contextlib.suppress(PipeSwitchError), faults.held(task, state):
-            kill(checked.pid)
-    with checked_server(**options) as checked:
+            tools.kill(checked.pid)
+    with tools.checked_server(**options) as checked:
         checked.client.unload("large")
         faults.checked = checked
         faults.finish(checked.client.task("outlives"))

@@ -18,30 +18,15 @@ from typing import Any
 
 from msgspec import convert, structs
 
+from pipeswitch.extras.lab import profile as profiles
 from pipeswitch.extras.lab import world as simulator
 from pipeswitch.extras.lab.costs import Costs, Link, Training
 from pipeswitch.extras.lab.device import require
 from pipeswitch.extras.lab.measuring import MeasuredProgram, Measurement
 from pipeswitch.extras.lab.planner import plan_of
-from pipeswitch.extras.lab.profile import (
-    BatchProfile,
-    LayerProfile,
-    LinkProfile,
-    Overheads,
-    PlanCheck,
-    Profile,
-    encode,
-)
 from pipeswitch.extras.lab.profiling import instants_of
 from pipeswitch.extras.lab.programs import program_of, variant_of
-from pipeswitch.planning.planned_groups import (
-    UNKNOWN_DEVICE,
-    VERSION,
-    Identity,
-    PlannedFile,
-    PlannedGroups,
-    decode,
-)
+from pipeswitch.planning import planned_groups
 from pipeswitch.programs.interface.groups import layer_bytes
 from pipeswitch.programs.interface.layout import Batching, Manifest
 from pipeswitch.scheduler.policies import MAKERS
@@ -68,22 +53,22 @@ def manifest_of(digest: str, total_bytes: int, group_count: int) -> Manifest:
     return program_of(digest, total_bytes, groups=group_count).manifest
 
 
-def profile_of(name: str, manifest: Manifest, layer_ms: float) -> Profile:
+def profile_of(name: str, manifest: Manifest, layer_ms: float) -> profiles.Profile:
     """Return a profile as on disk: copying a layer takes 10 ms, and computing it ``layer_ms``."""
     sizes = layer_bytes(manifest)
     times, zeros = (layer_ms,) * len(sizes), (0.0,) * len(sizes)
-    return Profile(
-        version=VERSION,
+    return profiles.Profile(
+        version=planned_groups.VERSION,
         model=name,
         digest=manifest.digest,
         measured_at="before",
-        identity=UNKNOWN_DEVICE,
+        identity=planned_groups.UNKNOWN_DEVICE,
         layers=tuple(
-            LayerProfile(label="l", size_bytes=size, copy_ms=10.0, copy_spread_ms=0.0)
+            profiles.LayerProfile(label="l", size_bytes=size, copy_ms=10.0, copy_spread_ms=0.0)
             for size in sizes
         ),
         batches=(
-            BatchProfile(
+            profiles.BatchProfile(
                 batch=1,
                 switch_ms=times,
                 switch_spread_ms=zeros,
@@ -92,7 +77,7 @@ def profile_of(name: str, manifest: Manifest, layer_ms: float) -> Profile:
                 trials=5,
             ),
         ),
-        link=LinkProfile(
+        link=profiles.LinkProfile(
             alpha_ms=0.1,
             beta_ms_per_mib=10.0 * MIB / max(1, max(sizes)),
             residual_p50=0.0,
@@ -101,16 +86,16 @@ def profile_of(name: str, manifest: Manifest, layer_ms: float) -> Profile:
             smallest_bytes=0,
             largest_bytes=1,
         ),
-        overheads=Overheads(sigma_ms=0.01, launch_ms=0.0, wake_ms=0.0),
+        overheads=profiles.Overheads(sigma_ms=0.01, launch_ms=0.0, wake_ms=0.0),
     )
 
 
-def planned_of(profile: Profile) -> PlannedGroups:
+def planned_of(profile: profiles.Profile) -> planned_groups.PlannedGroups:
     """Return a profile's planned groups, as a server reads them from its file."""
-    check = PlanCheck(
+    check = profiles.PlanCheck(
         plan=plan_of(profile), batch=1, predicted_ms=1.0, measured_ms=1.0, spread_ms=0.0, trials=5
     )
-    return decode(encode(structs.replace(profile, checks=(check,))))
+    return planned_groups.decode(profiles.encode(structs.replace(profile, checks=(check,))))
 
 
 @dataclass
@@ -347,7 +332,7 @@ class World(simulator.World):
 
     def register(self, name: str, total_bytes: int, *, pin: bool = False, groups: int = 2) -> int:
         """Register a model; with probability ``profiled``, its groups are already planned."""
-        planned: tuple[PlannedFile, ...] = ()
+        planned: tuple[planned_groups.PlannedFile, ...] = ()
         program = program_of(
             f"d-{name}", total_bytes, groups=groups, layer_ms=LAYER_MS, batching=JOINED.get(name)
         )
@@ -361,7 +346,7 @@ class World(simulator.World):
         if self.random.random() < self.profiled:
             layer_ms = self.random.choice((1.0, 12.0, 40.0))
             groups = planned_of(profile_of(name, program.manifest, layer_ms))
-            planned = (PlannedFile("found.json", groups),)
+            planned = (planned_groups.PlannedFile("found.json", groups),)
         names = [device.state.settings.device for device in self.scheduler.machine.devices]
         only: tuple[str, ...] = ()
         if len(names) > 1 and name[-1] in "34":
@@ -397,7 +382,7 @@ class World(simulator.World):
         """Send the request of a trial."""
         if profiling.measurement is None:
             program = convert(body["program"], MeasuredProgram)
-            identity = convert(body["identity"], Identity)
+            identity = convert(body["identity"], planned_groups.Identity)
             profiling.measurement = Measurement(program, (body["batch"],), identity)
         if profiling.token in self.open:
             self.runs[self.infer(profiling.model)] = profiling
@@ -417,7 +402,7 @@ class World(simulator.World):
         if trial is not None:
             self._regroup(profiling, plan=trial.plan, is_cold=trial.is_cold, trial=former)
             return
-        document = encode(measurement.profile("now"))
+        document = profiles.encode(measurement.profile("now"))
         self._regroup(profiling, planned=document, trial=former)
 
     def train(self, name: str, *, priority: int = 1) -> None:

@@ -25,13 +25,8 @@ from pipeswitch.frontend.frontend import Frontend
 from pipeswitch.frontend.intake.request_pool import RequestPool
 from pipeswitch.frontend.sequences.manager import IDLE_MS, Sequences
 from pipeswitch.frontend.sequences.sequence_state import SequenceOptions
+from pipeswitch.frontend.transport import send_queue
 from pipeswitch.frontend.transport.clients import Outgoing, Session
-from pipeswitch.frontend.transport.send_queue import (
-    MAX_READERS,
-    SHORT_BYTES,
-    EventSubscribers,
-    SendQueue,
-)
 from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.scheduler.introspection import ROWS
 from pipeswitch.scheduler.memory.blocks import tokens_of
@@ -284,9 +279,9 @@ def test_a_listing_is_made_in_pieces(what: Any) -> None:
 
 def test_messages_of_one_client_and_clients_that_do_not_read_cost_one_turn_little() -> None:
     peer: Any = SimpleNamespace(needs_poll=False, transmit=lambda _: False, close=print)
-    outbox = SendQueue(1 << 40, lambda: 0.0, print)
+    outbox = send_queue.SendQueue(1 << 40, lambda: 0.0, print)
     clients = [Session(peer=peer, principal=OWNER) for _ in range(MANY // 10)]
-    long = bytes(SHORT_BYTES + 1)
+    long = bytes(send_queue.SHORT_BYTES + 1)
     for _ in range(MANY):
         outbox.send(clients[0], Outgoing(frames=[long], on_end=lambda _: None))
     short = Outgoing(frames=[b""], on_end=lambda _: None)
@@ -304,13 +299,13 @@ def test_messages_of_one_client_and_clients_that_do_not_read_cost_one_turn_littl
 def test_events_go_to_a_limited_number_of_clients() -> None:
     sent: list[Outgoing] = []
     peer: Any = SimpleNamespace(transmit=lambda one: not sent.append(one), close=print)
-    readers = EventSubscribers(SendQueue(1 << 40, lambda: 0.0, print))
-    for number in range(MAX_READERS + 1):
+    readers = send_queue.EventSubscribers(send_queue.SendQueue(1 << 40, lambda: 0.0, print))
+    for number in range(send_queue.MAX_READERS + 1):
         client = Session(peer=peer, principal=OWNER)
-        refused = pytest.raises(QueueFull) if number == MAX_READERS else nullcontext()
+        refused = pytest.raises(QueueFull) if number == send_queue.MAX_READERS else nullcontext()
         for name in "ab":
             with refused:
                 readers.add(client, RequestHeader(v=1, op="events", id=name), ())
     sent.clear()
     readers.publish(ev.Publish(topic="job.done", body={}))
-    assert len(sent) == 2 * MAX_READERS
+    assert len(sent) == 2 * send_queue.MAX_READERS

@@ -250,7 +250,7 @@ def test_flags_reach_the_server_as_settings(monkeypatch: pytest.MonkeyPatch) -> 
         started.append(config)
         return 0
 
-    monkeypatch.setattr("pipeswitch.cli.server.part", lambda module, name: serve)
+    monkeypatch.setattr("pipeswitch.cli.common.part", lambda module, name: serve)
     flags = (
         "--listen tcp://127.0.0.1:6000 --arena 0.5 --host-store 1GiB --standby 1 "
         "--allow-code a.* --allow-code b.*"
@@ -268,7 +268,7 @@ def test_an_address_to_listen_at_needs_no_scheme_and_a_wrong_flag_leads_to_the_h
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started: list[Config] = []
-    monkeypatch.setattr("pipeswitch.cli.server.part", lambda module, name: started.append)
+    monkeypatch.setattr("pipeswitch.cli.common.part", lambda module, name: started.append)
     run("serve", "--listen", "0.0.0.0:6000")
     assert started[0].server.listen == "tcp://0.0.0.0:6000"
     status, text, error = run("serve", "--standby", "many")

@@ -25,6 +25,7 @@ from pipeswitch.devices.cuda.bindings import Cuda, CudaError
 from pipeswitch.devices.cuda.fences import RING_FENCES
 from pipeswitch.devices.cuda.memory import CudaDeviceMemory, chunks
 from pipeswitch.ipc.control_page import new_doorbell, sealed_memfd
+from pipeswitch.ipc.messages import daemon as daemon_msg
 from pipeswitch.ipc.messages.base import (
     ByteRange,
     JobName,
@@ -33,21 +34,13 @@ from pipeswitch.ipc.messages.base import (
     ResourceLimits,
     SliceRead,
 )
-from pipeswitch.ipc.messages.daemon import (
-    CommitCopy,
-    DaemonSettings,
-    GroupCopy,
-    OpenCommits,
-    TransmitEnded,
-    TransmitModel,
-)
 from tests.open_files import open_files
 
 MIB = 1 << 20
 JOB = JobName("j")
 ARENA_BYTES = STORE_BYTES = 8 * MIB
 FENCE_COUNT = 64
-SETTINGS = DaemonSettings(
+SETTINGS = daemon_msg.DaemonSettings(
     device="cuda:0",
     limits=ResourceLimits(
         arena_bytes=ARENA_BYTES, store_bytes=STORE_BYTES, fence_count=FENCE_COUNT
@@ -64,7 +57,7 @@ class Rig:
         self.store = sealed_memfd("test-store", STORE_BYTES)
         self.doorbells = [new_doorbell()]
         self.lost: list[bool] = []
-        self.ended: Queue[TransmitEnded] = Queue()
+        self.ended: Queue[daemon_msg.TransmitEnded] = Queue()
         self.memory = CudaDeviceMemory(
             Cuda(self.world.runtime, self.world.driver),
             SETTINGS,
@@ -74,7 +67,7 @@ class Rig:
             **options,  # type: ignore[arg-type]
         )
 
-    def run(self, order: TransmitModel) -> TransmitEnded:
+    def run(self, order: daemon_msg.TransmitModel) -> daemon_msg.TransmitEnded:
         self.memory.transmit(order, self.ended.put)
         return self.ended.get(timeout=DEADLINE_S)
 
@@ -111,12 +104,12 @@ def order(
     start: int = MIB,
     store: int = 0,
     first_fence: int = 0,
-) -> TransmitModel:
+) -> daemon_msg.TransmitModel:
     """Return an order to copy groups of ``sizes`` bytes, contiguous in the store and the arena."""
     groups, position = [], 0
     for index, size in enumerate(sizes):
         groups.append(
-            GroupCopy(
+            daemon_msg.GroupCopy(
                 store_offset_bytes=store + position,
                 arena_offset_bytes=start + position,
                 size_bytes=size,
@@ -124,7 +117,7 @@ def order(
             )
         )
         position += size
-    return TransmitModel(
+    return daemon_msg.TransmitModel(
         model=ModelName("m"),
         op_id=OpId(op_id),
         arena_offset_bytes=start,
@@ -133,8 +126,10 @@ def order(
     )
 
 
-def group(store: int, size: int) -> GroupCopy:
-    return GroupCopy(store_offset_bytes=store, arena_offset_bytes=0, size_bytes=size, fence=0)
+def group(store: int, size: int) -> daemon_msg.GroupCopy:
+    return daemon_msg.GroupCopy(
+        store_offset_bytes=store, arena_offset_bytes=0, size_bytes=size, fence=0
+    )
 
 
 def test_a_fresh_arena_reads_as_zeros(rig: Rig) -> None:
@@ -407,8 +402,8 @@ def test_a_slice_is_copied_to_its_image_and_back(monkeypatch: pytest.MonkeyPatch
     rig.close()
 
 
-def commit_order(number: int, size: int) -> CommitCopy:
-    return CommitCopy(
+def commit_order(number: int, size: int) -> daemon_msg.CommitCopy:
+    return daemon_msg.CommitCopy(
         job=JOB,
         op_id=OpId(1),
         number=number,
@@ -435,7 +430,7 @@ def test_a_commit_needs_no_staging_once_its_slot_is_pinned(monkeypatch: pytest.M
     rig.fill_store(0, b"the store is pinned now")
     areas, size = CommitAreas(rig.memory, sent.append), 3 * MIB + 5
     descriptor = create_area(4 * MIB)
-    areas.open(OpenCommits(job=JOB, slot_bytes=4 * MIB), descriptor)
+    areas.open(daemon_msg.OpenCommits(job=JOB, slot_bytes=4 * MIB), descriptor)
     pinned = len(rig.world.registered)
     for number in range(1, 5):
         data = random.Random(number).randbytes(size)
@@ -460,7 +455,7 @@ def test_a_commit_area_that_cannot_be_pinned_is_staged_and_asked_once() -> None:
     rig.world.broken["cudaHostRegister"] = "cudaErrorNotPermitted"
     areas = CommitAreas(rig.memory, lambda _: None)
     descriptor = create_area(MIB)
-    areas.open(OpenCommits(job=JOB, slot_bytes=MIB), descriptor)
+    areas.open(daemon_msg.OpenCommits(job=JOB, slot_bytes=MIB), descriptor)
     for number in range(1, 6):
         assert committed(rig, areas, number, size) == bytes(range(250)) * 20
     assert [name for name, _ in rig.world.calls].count("cudaHostRegister") == 1 + 2
@@ -479,7 +474,7 @@ def test_pinning_takes_none_of_a_commits_time(monkeypatch: pytest.MonkeyPatch) -
     )
     areas = CommitAreas(device, lambda _: None)
     descriptor = create_area(MIB)
-    areas.open(OpenCommits(job=JOB, slot_bytes=MIB), descriptor)
+    areas.open(daemon_msg.OpenCommits(job=JOB, slot_bytes=MIB), descriptor)
     order = commit_order(1, 100)
     assert areas.copy(order, areas.area_for(order)).copy_ms == 5.0
     os.close(descriptor)
@@ -489,7 +484,7 @@ def test_a_larger_image_pins_its_slot_again() -> None:
     rig = Rig()
     areas = CommitAreas(rig.memory, lambda _: None)
     descriptor = create_area(MIB)
-    areas.open(OpenCommits(job=JOB, slot_bytes=MIB), descriptor)
+    areas.open(daemon_msg.OpenCommits(job=JOB, slot_bytes=MIB), descriptor)
     rig.fill_store(0, b"x" * 9000)
     rig.run(order(1, [9000]))
     pinned = sum(rig.world.registered.values())

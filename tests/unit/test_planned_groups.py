@@ -13,18 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from pipeswitch.planning import planned_groups
 from pipeswitch.planning.planned_files import find, save
-from pipeswitch.planning.planned_groups import (
-    Identity,
-    PlannedError,
-    PlannedGroups,
-    decode,
-    file_name,
-)
 
 DIGEST = "ab" * 32
 NAME = f"net.{DIGEST[:12]}.cpu.json"
-HERE = Identity(
+HERE = planned_groups.Identity(
     device="cpu",
     name="a processor",
     cores=4,
@@ -53,8 +47,8 @@ def document(**changes: Any) -> bytes:
     return msgspec.json.encode(fields | changes)
 
 
-def groups() -> PlannedGroups:
-    return decode(document())
+def groups() -> planned_groups.PlannedGroups:
+    return planned_groups.decode(document())
 
 
 def test_the_last_plan_that_was_tried_is_the_planned_one() -> None:
@@ -77,19 +71,19 @@ def test_the_last_plan_that_was_tried_is_the_planned_one() -> None:
     ],
 )
 def test_a_file_that_contradicts_itself_is_refused(change: dict[str, Any], problem: str) -> None:
-    with pytest.raises(PlannedError, match=problem):
-        decode(json.dumps({**msgspec.json.decode(document()), **change}).encode())
+    with pytest.raises(planned_groups.PlannedError, match=problem):
+        planned_groups.decode(json.dumps({**msgspec.json.decode(document()), **change}).encode())
 
 
 @given(st.binary(max_size=200))
 def test_the_decoder_raises_nothing_else(raw: bytes) -> None:
-    with pytest.raises(PlannedError):
-        decode(raw)
+    with pytest.raises(planned_groups.PlannedError):
+        planned_groups.decode(raw)
 
 
 def test_a_file_is_its_owners_alone_and_is_found_by_the_programs_digest(tmp_path: Path) -> None:
     folder = tmp_path / "profiles"
-    assert file_name("net", DIGEST, "CPU") == NAME
+    assert planned_groups.file_name("net", DIGEST, "CPU") == NAME
     save(folder, NAME, document())
     path = folder / NAME
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -10,16 +10,8 @@ import torch
 
 from pipeswitch.base.errors import LocalProtocolError, RegistrationRefused
 from pipeswitch.programs.compiler.checking import same_bits
+from pipeswitch.programs.graphs import graph as graphs
 from pipeswitch.programs.graphs.bundle import Graph, Node, check_graph
-from pipeswitch.programs.graphs.graph import (
-    CompiledGraph,
-    check_kinds,
-    check_no_mutation,
-    check_on_meta,
-    check_shapes,
-    mutations,
-    resolve,
-)
 from pipeswitch.programs.graphs.operators import OVERLOADS
 from pipeswitch.programs.graphs.partition import layers_of_graph
 from pipeswitch.programs.graphs.schema_types import fits
@@ -54,7 +46,7 @@ def graph(*nodes: tuple[Any, ...], result: int | None = None, shape: Any = ("bat
 
 
 def peak_bytes(graph: Graph, weights: list[torch.Tensor]) -> int:
-    return check_shapes(graph, weights).run_memory.peak_bytes
+    return graphs.check_shapes(graph, weights).run_memory.peak_bytes
 
 
 def value(index: int) -> dict[str, int]:
@@ -93,17 +85,17 @@ MUTATING: dict[str, list[tuple[Any, ...]]] = {
 @pytest.mark.parametrize("name", MUTATING)
 def test_a_write_that_reaches_a_weight_is_refused_by_its_name(name: str) -> None:
     with pytest.raises(RegistrationRefused) as caught:
-        check_no_mutation(graph(*MUTATING[name]))
+        graphs.check_no_mutation(graph(*MUTATING[name]))
     assert caught.value.data["part"] == "w"
 
 
 def test_a_write_to_a_bundles_input_is_refused() -> None:
     with pytest.raises(RegistrationRefused):
-        check_no_mutation(graph(("aten.relu_.default", [X])))
+        graphs.check_no_mutation(graph(("aten.relu_.default", [X])))
 
 
 def test_a_write_to_new_memory_is_fine() -> None:
-    check_no_mutation(graph(("aten.add.Tensor", [X, W]), ("aten.relu_.default", [value(0)])))
+    graphs.check_no_mutation(graph(("aten.add.Tensor", [X, W]), ("aten.relu_.default", [value(0)])))
 
 
 NONSENSE: dict[str, Graph] = {
@@ -133,8 +125,8 @@ NONSENSE: dict[str, Graph] = {
 @pytest.mark.parametrize("name", NONSENSE)
 def test_nonsense_is_refused_before_it_runs_on_data(name: str) -> None:
     def check() -> None:
-        check_no_mutation(NONSENSE[name])
-        check_on_meta(NONSENSE[name], [torch.zeros(4)], [{"batch": 2}])
+        graphs.check_no_mutation(NONSENSE[name])
+        graphs.check_on_meta(NONSENSE[name], [torch.zeros(4)], [{"batch": 2}])
 
     with pytest.raises(RegistrationRefused):
         check()
@@ -146,7 +138,7 @@ def test_a_value_is_dropped_after_its_last_use_and_kept_for_a_later_group() -> N
         ("aten.add.Tensor", [value(0), W]),
         ("aten.mul.Tensor", [value(1), value(0)]),
     )
-    compiled = CompiledGraph(graph_made, [(0, 1), (1, 2), (2, 3)], "cpu")
+    compiled = graphs.CompiledGraph(graph_made, [(0, 1), (1, 2), (2, 3)], "cpu")
     environment = compiled.start([torch.ones(2, 4)])
     alive = []
     for call, weights in zip(compiled.calls, compiled.group_weights, strict=True):
@@ -167,7 +159,7 @@ def test_a_kernel_that_writes_nothing_answers_zeros_and_not_what_was_freed_befor
     for target in ("aten.grid_sampler_3d.default", "aten.relu.default"):
         arguments = [X, X, 0, 0, False] if "grid" in target else [X]
         graph_made = graph((target, arguments))
-        compiled = CompiledGraph(graph_made, [(0, 1)], "cpu", lambda _: writes_nothing)
+        compiled = graphs.CompiledGraph(graph_made, [(0, 1)], "cpu", lambda _: writes_nothing)
         freed = [torch.full((1 << 10,), 7.0) for _ in range(64)]
         del freed  # so that the next allocations get this memory
         environment = compiled.start([torch.ones(1, 4)])
@@ -183,7 +175,7 @@ def test_a_view_that_fits_only_the_cpus_layout_is_a_copy_on_a_gpu() -> None:
     for write, may_copy in (("aten.relu.default", True), ("aten.relu_.default", False)):
         view = ("aten.view.default", [X, [8]])
         graph_made = graph(view, (write, [value(0)]), ("aten.add.Tensor", [value(0), value(1)]))
-        compiled = CompiledGraph(graph_made, [(0, 3)], "cuda:0")
+        compiled = graphs.CompiledGraph(graph_made, [(0, 3)], "cuda:0")
         environment = compiled.start([other_layout])
         if not may_copy:  # the write must reach the input, as on the CPU
             with pytest.raises(RuntimeError, match="view size"):
@@ -195,7 +187,7 @@ def test_a_view_that_fits_only_the_cpus_layout_is_a_copy_on_a_gpu() -> None:
 
 def test_groups_that_leave_out_a_node_are_refused() -> None:
     with pytest.raises(RegistrationRefused):
-        CompiledGraph(graph(("aten.relu.default", [X])), [], "cpu")
+        graphs.CompiledGraph(graph(("aten.relu.default", [X])), [], "cpu")
 
 
 def test_a_layer_runs_from_one_first_use_to_the_next() -> None:
@@ -295,7 +287,7 @@ def test_what_may_change_is_found_without_a_set_for_each_node() -> None:
         outputs=(ValueSpec(name="y", dtype="float32", shape=(4,)),),
     )
     with traced() as memory:
-        assert mutations(gathered) == []
+        assert graphs.mutations(gathered) == []
     assert memory.peak_bytes < 4 << 20
 
 
@@ -360,7 +352,7 @@ def test_what_names_a_dtype_a_layout_or_a_device_is_never_a_number(name: str) ->
     """Pass numbers, constant and computed, for each operator's arguments of these kinds."""
     tried = 0
     for overload in OVERLOADS[name]:
-        schema: Any = resolve(f"aten.{name}.{overload}")._schema  # type: ignore[attr-defined]
+        schema: Any = graphs.resolve(f"aten.{name}.{overload}")._schema  # type: ignore[attr-defined]
         for index, entry in enumerate(schema.arguments):
             kind = str(entry.real_type).removeprefix("Optional[").removesuffix("]")
             if kind not in ("ScalarType", "Layout", "MemoryFormat", "Device"):
@@ -369,7 +361,7 @@ def test_what_names_a_dtype_a_layout_or_a_device_is_never_a_number(name: str) ->
                 args = [{"v": 0}] * index if not entry.kwarg_only else [{"v": 0}]
                 node = (f"aten.{name}.{overload}", args, {entry.name: value})
                 with pytest.raises(RegistrationRefused):
-                    check_kinds(graph(("aten.sym_size.int", [X, 0]), node))
+                    graphs.check_kinds(graph(("aten.sym_size.int", [X, 0]), node))
                 tried += 1
     assert tried % 5 == 0
 
@@ -382,4 +374,4 @@ def test_a_number_that_depends_on_an_extent_is_no_dtype() -> None:
         ("aten.view.dtype", [X, {"v": 3}]),
     )
     with pytest.raises(RegistrationRefused, match="argument 'dtype' is ScalarType"):
-        CompiledGraph(graph_made, [(0, 3)], "cpu")
+        graphs.CompiledGraph(graph_made, [(0, 3)], "cpu")

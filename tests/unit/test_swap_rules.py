@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pipeswitch.ipc.messages import worker as worker_msg
 from pipeswitch.ipc.messages.daemon import (
     CancelSlice,
     CopySliceIn,
@@ -15,15 +16,6 @@ from pipeswitch.ipc.messages.daemon import (
     Scrubbed,
     SliceCopied,
     TransmitModel,
-)
-from pipeswitch.ipc.messages.worker import (
-    EvictTask,
-    GrantTurn,
-    HideSlice,
-    LeaseGranted,
-    ShowSlice,
-    SliceHidden,
-    StopTask,
 )
 from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.events import JobSpec
@@ -45,7 +37,7 @@ class SwapRig(Rig):
 
     def hide(self, job: Any = None) -> None:
         job = job or self.job
-        self.worker(job.slot, SliceHidden(op_id=job.op_id, swap_id=job.swap.swap_id))
+        self.worker(job.slot, worker_msg.SliceHidden(op_id=job.op_id, swap_id=job.swap.swap_id))
 
     def copied(self, job: Any = None, error: str = "", took_ms: float = 5.0) -> None:
         op_id = (job or self.job).swap.swap_id
@@ -64,7 +56,7 @@ class SwapRig(Rig):
         self.tick(1000.0)
         self.park(self.job)
         self.lease(other, 40)
-        assert [order.op_id for order in self.sent(HideSlice)] == [self.job.op_id]
+        assert [order.op_id for order in self.sent(worker_msg.HideSlice)] == [self.job.op_id]
         self.hide()
         self.copied()
 
@@ -87,12 +79,12 @@ class SwapRig(Rig):
     def restored(self) -> None:
         """End the copy in; the job has its slice."""
         self.copied()
-        assert [one.op_id for one in self.sent(ShowSlice)] == [self.job.op_id]
+        assert [one.op_id for one in self.sent(worker_msg.ShowSlice)] == [self.job.op_id]
 
     def evictions(self) -> list[Any]:
         """Return the evictions that the scheduler has decided, of which it may not have told."""
         sent = [one.message for one in self.core.out if isinstance(one, ev.Send)]
-        return [message for message in sent if isinstance(message, EvictTask)]
+        return [message for message in sent if isinstance(message, worker_msg.EvictTask)]
 
     @property
     def images(self) -> dict[Any, int]:
@@ -108,10 +100,10 @@ def test_a_running_job_is_stopped_then_copied_out_then_the_model_takes_its_place
     rig: SwapRig,
 ) -> None:
     rig.infer("big")
-    assert [order.op_id for order in rig.sent(StopTask)] == [rig.job.op_id]
-    assert not rig.sent(EvictTask)
+    assert [order.op_id for order in rig.sent(worker_msg.StopTask)] == [rig.job.op_id]
+    assert not rig.sent(worker_msg.EvictTask)
     rig.park(rig.job)
-    (hide,) = rig.sent(HideSlice)
+    (hide,) = rig.sent(worker_msg.HideSlice)
     assert [one.size_bytes for one in rig.commands(ev.CreateImage)] == [40 * MIB]
     assert not rig.sent(CopySliceOut), "its process still uses the slice"
     rig.hide()
@@ -129,12 +121,12 @@ def test_a_swapped_job_continues_where_it_stopped_when_no_request_waits(rig: Swa
     rig.serve()
     (copy,) = rig.sent(CopySliceIn)
     assert copy.size_bytes == 40 * MIB
-    assert not rig.sent(GrantTurn)
+    assert not rig.sent(worker_msg.GrantTurn)
     rig.copied()
-    (show,) = rig.sent(ShowSlice)
+    (show,) = rig.sent(worker_msg.ShowSlice)
     assert show.offset_bytes == copy.offset_bytes
     assert rig.commands(ev.DropImage)
-    assert [order.turn for order in rig.sent(GrantTurn)] == [rig.job.turn]
+    assert [order.turn for order in rig.sent(worker_msg.GrantTurn)] == [rig.job.turn]
     assert rig.job.state.state is TaskState.RUNNING
     assert not rig.images
 
@@ -188,7 +180,7 @@ def test_a_copy_out_that_fails_leaves_the_job_running_and_the_next_time_it_is_ev
     rig.park(rig.job)
     rig.hide()
     rig.daemon(DaemonFault(op_id=rig.job.swap.swap_id, reason="no memory"))
-    shows = rig.sent(ShowSlice)
+    shows = rig.sent(worker_msg.ShowSlice)
     assert [one.offset_bytes for one in shows] == [rig.job.swap.offset_bytes]
     assert rig.job.state.state is TaskState.EVICTING, "the request still waits"
     assert "no memory" in rig.job.progress.why
@@ -203,13 +195,13 @@ def test_a_request_does_not_wait_for_a_script_that_waits_for_a_slice(
     rig.reach(TaskState.SWAPPING_OUT)
     first = rig.job.swap.swap_id
     rig.lease(rig.job, mib)
-    assert rig.sent(ShowSlice), "its gate must not hide the slice for the first order"
+    assert rig.sent(worker_msg.ShowSlice), "its gate must not hide the slice for the first order"
     if mib > 40:  # it has copied its state elsewhere
         assert not rig.images
         rig.scrubbed()
         assert rig.sent(TransmitModel)
     else:  # it has its slice, and comes to its gate
-        assert rig.sent(LeaseGranted)
+        assert rig.sent(worker_msg.LeaseGranted)
         assert rig.job.state.state is TaskState.SWAPPING_OUT
         assert rig.job.swap.swap_id != first
 
@@ -238,7 +230,7 @@ def test_messages_of_an_earlier_swap_are_stale(rig: SwapRig) -> None:
         SliceCopied(op_id=first, began_at_ms=0.0, ended_at_ms=1.0, error="late"),
     ):
         rig.daemon(message)
-    rig.worker(rig.job.slot, SliceHidden(op_id=rig.job.op_id, swap_id=first))
+    rig.worker(rig.job.slot, worker_msg.SliceHidden(op_id=rig.job.op_id, swap_id=first))
     assert rig.job.state.state is TaskState.SWAPPING_IN
     assert rig.core.counts["stale_messages"] == 3
     rig.restored()
@@ -275,7 +267,7 @@ def test_a_request_during_a_copy_in_turns_it_round(rig: SwapRig, error: str) -> 
     assert rig.job.state.state is TaskState.SWAPPING_OUT
     assert rig.images, "the image is still whole"
     rig.copied(error=error)
-    assert not rig.sent(ShowSlice)
+    assert not rig.sent(worker_msg.ShowSlice)
     assert not rig.sent(TransmitModel), "the range is not zeroed yet"
     rig.scrubbed()
     assert rig.sent(TransmitModel)
@@ -437,7 +429,7 @@ def test_a_slice_returns_to_its_own_range_if_it_cannot_move(slices_move: bool) -
     if not slices_move:
         assert copy.offset_bytes == own
     rig.restored()
-    assert rig.sent(ShowSlice)[0].offset_bytes == copy.offset_bytes
+    assert rig.sent(worker_msg.ShowSlice)[0].offset_bytes == copy.offset_bytes
 
 
 # -- two jobs ------------------------------------------------------------------------------------
@@ -447,20 +439,20 @@ def test_two_jobs_that_do_not_fit_together_swap_each_other(rig: SwapRig) -> None
     one = rig.job
     two = rig.train("two")
     rig.swap_for(two)
-    assert [order.op_id for order in rig.sent(LeaseGranted)] == [two.op_id]
+    assert [order.op_id for order in rig.sent(worker_msg.LeaseGranted)] == [two.op_id]
     assert one.state.state is TaskState.SWAPPED
     now_ms = 1000.0
     while two.state.state is not TaskState.SWAPPING_OUT:
         now_ms += 1000.0
         rig.tick(now_ms)
-        if rig.sent(StopTask):
+        if rig.sent(worker_msg.StopTask):
             rig.park(two)
     rig.hide(two)
     rig.copied(two)
     assert [copy.job for copy in rig.sent(CopySliceIn)] == [one.spec.name]
     assert sorted(rig.images) == sorted([one.spec.name, two.spec.name])
     rig.copied(one)
-    assert [order.op_id for order in rig.sent(GrantTurn)] == [one.op_id]
+    assert [order.op_id for order in rig.sent(worker_msg.GrantTurn)] == [one.op_id]
     assert two.state.state is TaskState.SWAPPED
     assert one.progress.evictions == two.progress.evictions == 0
 
@@ -474,7 +466,7 @@ def test_a_job_that_left_comes_back_after_the_job_that_it_left_for(rig: SwapRig)
     rig.park(two)
     rig.hide()
     rig.copied()
-    assert [order.op_id for order in rig.sent(LeaseGranted)] == [two.op_id]
+    assert [order.op_id for order in rig.sent(worker_msg.LeaseGranted)] == [two.op_id]
     assert not rig.sent(CopySliceIn)
 
 
@@ -496,7 +488,7 @@ def test_several_jobs_leave_for_a_large_one_and_none_comes_back_before_it(rig: S
         rig.hide(job)
         rig.copied(job)
         assert not rig.sent(CopySliceIn)
-    assert [order.op_id for order in rig.sent(LeaseGranted)] == [large.op_id]
+    assert [order.op_id for order in rig.sent(worker_msg.LeaseGranted)] == [large.op_id]
 
 
 def test_an_image_keeps_no_model_and_no_commit_out_of_the_host_store() -> None:

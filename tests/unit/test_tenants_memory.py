@@ -17,14 +17,6 @@ from pipeswitch.ipc import sparse
 from pipeswitch.ipc.control_page import sealed_memfd
 from pipeswitch.ipc.messages.base import ModelName, OpId, SlabTensor
 from pipeswitch.ipc.messages.daemon import TransmitModel
-from pipeswitch.ipc.sparse import (
-    GAPS,
-    UsedRanges,
-    give_back,
-    held_bytes,
-    keep_only,
-    read_only,
-)
 
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE
@@ -67,14 +59,14 @@ def test_a_reader_cannot_write_by_any_way_that_needs_no_file_to_be_opened(
 ) -> None:
     writer = new_file(PAGE)
     os.pwrite(writer, b"theirs", 0)
-    reader = read_only(writer)
+    reader = sparse.read_only(writer)
     with mmap.mmap(reader, PAGE, prot=mmap.PROT_READ) as view:
         assert view[:6] == b"theirs"
-        give_back(writer, 0, PAGE)
+        sparse.give_back(writer, 0, PAGE)
         assert view[:6] == bytes(6), "a hole that its reader does not see"
     with pytest.raises(PermissionError):
         mmap.mmap(reader, PAGE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    for write in (lambda: os.pwrite(reader, b"x", 0), lambda: give_back(reader, 0, PAGE)):
+    for write in (lambda: os.pwrite(reader, b"x", 0), lambda: sparse.give_back(reader, 0, PAGE)):
         with pytest.raises(OSError, match="Bad file descriptor"):
             write()
     os.close(reader)
@@ -83,8 +75,8 @@ def test_a_reader_cannot_write_by_any_way_that_needs_no_file_to_be_opened(
 def test_pages_outside_of_what_is_kept_are_given_back(new_file: Callable[[int], int]) -> None:
     descriptor = new_file(8 * PAGE)
     os.pwrite(descriptor, b"x" * 8 * PAGE, 0)
-    keep_only(descriptor, [(4 * PAGE, 5 * PAGE), (PAGE, PAGE + 1)], 8 * PAGE)
-    assert held_bytes(descriptor) == 2 * PAGE
+    sparse.keep_only(descriptor, [(4 * PAGE, 5 * PAGE), (PAGE, PAGE + 1)], 8 * PAGE)
+    assert sparse.held_bytes(descriptor) == 2 * PAGE
     data = os.pread(descriptor, 8 * PAGE, 0)
     assert data.strip(b"\0").replace(b"\0", b"") == b"x" * 2 * PAGE
 
@@ -96,7 +88,7 @@ def test_dropping_ranges_gives_all_other_pages_back_and_never_a_kept_one(
     """A worker touches every page again and again, while ranges come and go."""
     count, chance = 200, random.Random(seed)
     descriptor, used = new_file(count * PAGE), set[int]()
-    ranges = UsedRanges(descriptor, count * PAGE)
+    ranges = sparse.UsedRanges(descriptor, count * PAGE)
     for step in range(400):
         page = chance.randrange(count)
         if page not in used:
@@ -113,7 +105,7 @@ def test_dropping_ranges_gives_all_other_pages_back_and_never_a_kept_one(
             assert os.pread(descriptor, 2, one * PAGE) == one.to_bytes(2, "little")
     for page in sorted(used):
         ranges.drop(page * PAGE)
-    assert held_bytes(descriptor) == 0
+    assert sparse.held_bytes(descriptor) == 0
 
 
 @pytest.mark.parametrize("is_touched", [False, True])
@@ -125,14 +117,14 @@ def test_dropping_a_range_costs_the_same_with_ten_and_with_ten_thousand_others(
     monkeypatch.setattr(sparse, "give_back", lambda *place: (calls.append(1), give(*place))[1])
     for count in (10, 10_000):
         descriptor = new_file(2 * count * PAGE)
-        ranges = UsedRanges(descriptor, 2 * count * PAGE)
+        ranges = sparse.UsedRanges(descriptor, 2 * count * PAGE)
         for page in range(0, 2 * count, 2):
             ranges.keep(page * PAGE, PAGE)
         if is_touched:
             os.pwrite(descriptor, b"x" * 2 * count * PAGE, 0)
         calls.clear()
         ranges.drop(0)
-        assert len(calls) <= 1 + GAPS * is_touched
+        assert len(calls) <= 1 + sparse.GAPS * is_touched
 
 
 # -- the arena -------------------------------------------------------------------------------------
@@ -161,7 +153,7 @@ def test_a_place_that_changes_tenants_leaves_nothing_and_takes_nothing_twice(
         assert os.pread(files[tenant], 8 * MIB, 2 * MIB) == bytes([turn + 1]) * (8 * MIB)
         assert int.from_bytes(os.pread(files[tenant], 4, 12), "little") == turn + 1
         assert not os.pread(files[other], 14 * MIB, 2 * MIB).strip(b"\0")
-        assert sum(map(held_bytes, files.values())) <= 8 * MIB + 2 * PAGE
+        assert sum(map(sparse.held_bytes, files.values())) <= 8 * MIB + 2 * PAGE
 
 
 def test_of_a_place_that_is_taken_in_part_the_rest_stays(
@@ -182,14 +174,14 @@ def test_pages_that_a_worker_touched_where_it_has_no_place_are_given_back(
     arena: tuple[FilePerTenant, dict[str, int]],
 ) -> None:
     tenants, files = arena
-    reader = read_only(files["ada"])
+    reader = sparse.read_only(files["ada"])
     with mmap.mmap(reader, 16 * MIB, prot=mmap.PROT_READ) as all_of_it:
         assert not any(all_of_it[::PAGE])
     os.close(reader)
-    assert held_bytes(files["ada"]) == 16 * MIB, "to read a hole takes a page"
+    assert sparse.held_bytes(files["ada"]) == 16 * MIB, "to read a hole takes a page"
     tenants.take(order("bob", 2 * MIB, 2 * MIB))
     tenants.tidy()
-    assert held_bytes(files["ada"]) <= PAGE
+    assert sparse.held_bytes(files["ada"]) <= PAGE
 
 
 def test_a_tenant_without_a_file_a_second_file_and_a_wrong_one_are_refused(
@@ -240,11 +232,11 @@ def test_a_request_lies_in_its_tenants_file_and_is_gone_with_its_answer(
     for name, allocation in allocations.items():
         data = os.pread(files[name], 16 * PAGE, 0)
         assert data.replace(b"\0", b"") in (b"asksay", b"sayask")
-        assert held_bytes(files[name]) == 2 * PAGE
+        assert sparse.held_bytes(files[name]) == 2 * PAGE
         pool.release_inputs(allocation)
         assert os.pread(files[name], 16 * PAGE, 0).replace(b"\0", b"") == b"say"
         pool.release_reply(allocation)
-        assert held_bytes(files[name]) == 0
+        assert sparse.held_bytes(files[name]) == 0
         pool.check()
 
 
@@ -257,7 +249,7 @@ def test_what_a_worker_touched_beside_its_slabs_is_given_back_when_it_is_gone(
     with mmap.mmap(files["ada"], 0) as workers:
         workers[:] = workers[:].replace(b"\0", b"!")
     pool.tidy("ada")
-    assert held_bytes(files["ada"]) == 2 * PAGE
+    assert sparse.held_bytes(files["ada"]) == 2 * PAGE
     assert os.pread(files["ada"], 3, allocation.input_offset_bytes) == b"ask"
     pool.tidy("bob")  # has no effect for a tenant without requests
     pool.release_inputs(allocation)

@@ -19,19 +19,8 @@ import grpc.aio
 
 from pipeswitch.base.errors import ERRORS_BY_NAME, InvalidInput
 from pipeswitch.base.quotas import ALPHA, FairQuota
+from pipeswitch.extras.grpc import grpc_server
 from pipeswitch.extras.grpc import grpc_server as grpc_module
-from pipeswitch.extras.grpc.grpc_server import (
-    MAX_CALLS,
-    MAX_PARTS,
-    MAX_WATCHERS,
-    SMALL_BYTES,
-    GrpcVerbs,
-    decode_request,
-    encode_answer,
-    joined,
-    read_infer,
-    split_raw,
-)
 from pipeswitch.extras.grpc.half_messages import Arrivals
 from pipeswitch.extras.grpc.protos import HEALTH, INFERENCE, POOL, REFLECTION, SERVICES, described
 from pipeswitch.gateway.http.http_errors import TooLarge, status_of
@@ -54,7 +43,7 @@ def test_typed_and_raw_contents_are_the_same_bytes(datatype: str) -> None:
     if datatype == "BYTES":
         typed = request(datatype, [2])
         typed.inputs[0].contents.bytes_contents.extend([b"a", b"\xff\0"])
-        assert bytes(decode_request(typed).frames[0]) == b"\1\0\0\0a\2\0\0\0\xff\0"
+        assert bytes(grpc_server.decode_request(typed).frames[0]) == b"\1\0\0\0a\2\0\0\0\xff\0"
         return
     array = np.array([[0, 1], [1, 0]], np.dtype(DATATYPES[datatype]))
     raw = request(datatype, [2, 2], raw_input_contents=[array.tobytes()])
@@ -64,7 +53,7 @@ def test_typed_and_raw_contents_are_the_same_bytes(datatype: str) -> None:
     )
     getattr(typed.inputs[0].contents, f"{field}_contents").extend(array.reshape(-1).tolist())
     for one in (raw, typed):
-        decoded = decode_request(one)
+        decoded = grpc_server.decode_request(one)
         assert bytes(decoded.frames[0]) == array.tobytes()
         assert (decoded.id, decoded.inputs[0].dtype) == ("r", DATATYPES[datatype])
 
@@ -74,7 +63,7 @@ def test_raw_contents_are_taken_as_they_lie_and_nothing_else_changes() -> None:
     message = request("FP32", [1 << 15], raw_input_contents=[large, b"", large[:9]])
     message.parameters["timeout"].int64_param = 1 << 40
     data = message.SerializeToString()
-    rest, raw = split_raw(data)
+    rest, raw = grpc_server.split_raw(data)
     assert [bytes(one) for one in raw] == [large, b"", large[:9]]
     assert all(one.obj is data for one in raw)
     message.ClearField("raw_input_contents")
@@ -90,9 +79,9 @@ def test_raw_contents_are_taken_as_they_lie_and_nothing_else_changes() -> None:
         early + unknown,
     ):
         with pytest.raises(InvalidInput):
-            split_raw(broken)
+            grpc_server.split_raw(broken)
     small = request("FP32", [1], raw_input_contents=[b"1234"]).SerializeToString()
-    assert split_raw(small) == (small, ())
+    assert grpc_server.split_raw(small) == (small, ())
 
 
 def empty_fields(count: int, tag: int) -> bytes:
@@ -108,11 +97,11 @@ def test_no_more_parts_are_read_than_a_request_has(
     read = grpc_module._number
     monkeypatch.setattr(grpc_module, "_number", lambda *args: numbers.append(1) or read(*args))
     with pytest.raises(InvalidInput):
-        split_raw(empty_fields(4 << 20, tag))
-    assert len(numbers) <= 2 * MAX_PARTS + 2
+        grpc_server.split_raw(empty_fields(4 << 20, tag))
+    assert len(numbers) <= 2 * grpc_server.MAX_PARTS + 2
     few = empty_fields(1000, tag)
     with contextlib.suppress(InvalidInput):  # too many fields of a kind, or an empty tensor
-        decoded = read_infer(few)[1]
+        decoded = grpc_server.read_infer(few)[1]
         assert len(decoded.inputs) + len(decoded.outputs or ()) <= 2 * MAX_TENSORS
 
 
@@ -121,13 +110,13 @@ def test_an_output_is_asked_for_once() -> None:
     for _ in range(2):
         message.outputs.add(name="y")
     with pytest.raises(InvalidInput):
-        decode_request(message)
+        grpc_server.decode_request(message)
 
 
 @pytest.mark.parametrize("name", ["ServerLive", "RepositoryIndex", "ModelMetadata"])
 def test_a_message_without_tensors_is_small(name: str) -> None:
     with pytest.raises(TooLarge):
-        grpc_module._read(INFERENCE[f"{name}Request"], empty_fields(SMALL_BYTES, 15))
+        grpc_module._read(INFERENCE[f"{name}Request"], empty_fields(grpc_server.SMALL_BYTES, 15))
 
 
 def test_priority_comes_signed_or_unsigned() -> None:
@@ -135,7 +124,7 @@ def test_priority_comes_signed_or_unsigned() -> None:
         message = request("FP32", [0], raw_input_contents=[b""])
         setattr(message.parameters["priority"], kind, 1)
         message.parameters["timeout"].uint64_param = 5000
-        decoded = decode_request(message)
+        decoded = grpc_server.decode_request(message)
         assert (decoded.priority, decoded.deadline_ms) == ("high", 5.0)
 
 
@@ -153,7 +142,7 @@ def test_priority_comes_signed_or_unsigned() -> None:
 )
 def test_what_is_wrong_is_said_in_words(message: Any, words: str) -> None:
     with pytest.raises((InvalidInput, TooLarge), match=words):
-        decode_request(message)
+        grpc_server.decode_request(message)
 
 
 def test_an_answer_is_raw_and_has_the_bill_by_type() -> None:
@@ -161,7 +150,7 @@ def test_an_answer_is_raw_and_has_the_bill_by_type() -> None:
     output = Output(name="y", dtype="bfloat16", shape=(1, 2), data=memoryview(b"abcd"))
     timing = {"total_ms": 1.5, "resident": True, "op_id": 7, "preempted": "j"}
     answer = INFERENCE["ModelInferResponse"].FromString(
-        b"".join(encode_answer("m", infer_request, [output], timing))
+        b"".join(grpc_server.encode_answer("m", infer_request, [output], timing))
     )
     assert answer.raw_output_contents[0] == b"abcd"
     assert (answer.outputs[0].datatype, list(answer.outputs[0].shape)) == ("BF16", [1, 2])
@@ -253,7 +242,7 @@ def test_a_client_that_knows_nothing_learns_every_service(package: str) -> None:
 
 def test_what_is_described_is_what_is_served() -> None:
     nothing: Any = None
-    calls = GrpcVerbs(Service(nothing), nothing, nothing, nothing)
+    calls = grpc_server.GrpcVerbs(Service(nothing), nothing, nothing, nothing)
     for handler, service in zip(calls.handlers(), SERVICES, strict=True):
         assert handler.service_name() == service
         described_ = POOL.FindServiceByName(service).methods_by_name
@@ -313,7 +302,7 @@ def test_an_answer_that_is_refused_is_held_no_longer(monkeypatch: pytest.MonkeyP
     async def call() -> None:
         service, shared = cast(Any, Service()), Shared(1 << 20, 1 << 20)
         shared.answers.take("10.0.0.1", 1 << 20)  # an earlier answer, which is still unread
-        calls = GrpcVerbs(service, service, shared, ARRIVALS)
+        calls = grpc_server.GrpcVerbs(service, service, shared, ARRIVALS)
         message = request("FP32", [1], raw_input_contents=[b"1234"]).SerializeToString()
         context = Context("10.0.0.1", message, message)
         unary = calls._unary("ModelInfer", calls._infer).stream_stream
@@ -348,7 +337,7 @@ def test_a_calls_deadline_is_its_requests_where_that_names_none(
 
     async def call(verb: str) -> None:
         service: Any = Service()
-        calls = GrpcVerbs(service, service, Shared(1 << 20, 1 << 20), ARRIVALS)
+        calls = grpc_server.GrpcVerbs(service, service, Shared(1 << 20, 1 << 20), ARRIVALS)
         message = request("FP32", [1], raw_input_contents=[b"1234"])
         message.parameters["timeout"].int64_param = timeout_us
         context: Any = Context("10.0.0.1", message.SerializeToString(), left_s=left_s)
@@ -369,15 +358,15 @@ def test_who_watches_the_health_without_a_token_takes_no_more_than_a_share_of_th
 
     async def watch_all() -> None:
         service = cast(Any, Service())
-        calls = GrpcVerbs(service, service, Shared(1 << 20, 1 << 20), ARRIVALS)
+        calls = grpc_server.GrpcVerbs(service, service, Shared(1 << 20, 1 << 20), ARRIVALS)
         message = HEALTH["HealthCheckRequest"]().SerializeToString()
-        context = Context("10.0.0.1", *[message] * MAX_WATCHERS)
+        context = Context("10.0.0.1", *[message] * grpc_server.MAX_WATCHERS)
         other = Context("10.0.0.2", message)
 
         def watch(context: Context) -> Any:
             return calls._watch(None, cast(Any, context))
 
-        readers = [watch(context) for _ in range(MAX_WATCHERS * ALPHA // (ALPHA + 1))]
+        readers = [watch(context) for _ in range(grpc_server.MAX_WATCHERS * ALPHA // (ALPHA + 1))]
         for reader in readers:
             assert (await anext(reader)).status == HEALTH["HealthCheckResponse"].SERVING
         assert [part async for part in watch(context)] == []
@@ -387,7 +376,7 @@ def test_who_watches_the_health_without_a_token_takes_no_more_than_a_share_of_th
         assert (await anext(watch(context))).status == HEALTH["HealthCheckResponse"].SERVING
         assert (await anext(watch(other))).status == HEALTH["HealthCheckResponse"].SERVING
 
-    assert MAX_WATCHERS < MAX_CALLS / 2
+    assert grpc_server.MAX_WATCHERS < grpc_server.MAX_CALLS / 2
     asyncio.run(watch_all())
 
 
@@ -407,7 +396,7 @@ def test_a_call_whose_half_message_is_too_much_for_its_address_is_refused(verb: 
         arrivals = Arrivals(shares, lambda peers: dict.fromkeys(peers, 1 << 20))
         service = cast(Any, Service())
         shared = Shared(1 << 20, 1 << 20)
-        calls = GrpcVerbs(service, service, shared, arrivals)
+        calls = grpc_server.GrpcVerbs(service, service, shared, arrivals)
 
         message = REFLECTION["grpc.reflection.v1"]["ServerReflectionRequest"]
         behavior: Any = {
@@ -432,13 +421,15 @@ def test_a_long_answer_that_is_copied_once_is_the_same_message(sizes: tuple[int,
     ]
     infer_request = InferRequest(id="r", inputs=(), frames=[])
     timing = {"total_ms": 1.5}
-    parts = encode_answer("m", infer_request, outputs, timing)
-    whole = joined(parts)
+    parts = grpc_server.encode_answer("m", infer_request, outputs, timing)
+    whole = grpc_server.joined(parts)
     assert whole == b"".join(parts)
     answer = INFERENCE["ModelInferResponse"].FromString(whole)
     assert [*answer.raw_output_contents] == data
     assert [one.name for one in answer.outputs] == [one.name for one in outputs]
-    streamed = joined(encode_answer("m", infer_request, outputs, timing, is_offloaded=True))
+    streamed = grpc_server.joined(
+        grpc_server.encode_answer("m", infer_request, outputs, timing, is_offloaded=True)
+    )
     message = INFERENCE["ModelStreamInferResponse"].FromString(streamed)
     assert (message.infer_response, message.error_message) == (answer, "")
 
@@ -459,7 +450,7 @@ class Echo:
 
 
 def behavior_of(verb: str, service: Any, shared: Shared) -> Any:
-    calls = GrpcVerbs(service, service, shared, ARRIVALS)
+    calls = grpc_server.GrpcVerbs(service, service, shared, ARRIVALS)
     if verb == "ModelStreamInfer":
         return calls._stream
     return calls._unary("ModelInfer", calls._infer).stream_stream
@@ -496,7 +487,7 @@ def test_long_answers_are_copied_beside_the_loop(
 
     def slow_join(parts: Any) -> bytes:
         copied.append(threading.current_thread().name)
-        return joined(parts)
+        return grpc_server.joined(parts)
 
     async def call() -> None:
         for size in (1 << 10, 1 << 20):

@@ -11,19 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeswitch.base.quantiles import quantile, spread
+from pipeswitch.extras.lab import profile as profiles
 from pipeswitch.extras.lab.costs import MIB, makespan
 from pipeswitch.extras.lab.measuring import fit_link
 from pipeswitch.extras.lab.planner import costs_of, plan_of, predict
-from pipeswitch.extras.lab.profile import (
-    BatchProfile,
-    LayerProfile,
-    LinkProfile,
-    Overheads,
-    Profile,
-    ProfileError,
-    decode,
-    encode,
-)
 from pipeswitch.extras.lab.replay import paper_model
 from pipeswitch.planning import planned_groups
 from pipeswitch.planning.grouping import check_plan
@@ -42,7 +33,7 @@ HERE = Identity(
 SIZES = (MIB, 0, 4 * MIB, 8 * MIB)
 
 
-def profile(**changes: Any) -> Profile:
+def profile(**changes: Any) -> profiles.Profile:
     times = (1.0, 0.5, 4.0, 8.0)
     zeros = (0.0,) * 4
     values: dict[str, Any] = {
@@ -52,11 +43,11 @@ def profile(**changes: Any) -> Profile:
         "measured_at": "2026-01-01T00:00:00+00:00",
         "identity": HERE,
         "layers": tuple(
-            LayerProfile(label=f"l{i}", size_bytes=size, copy_ms=1.0, copy_spread_ms=0.1)
+            profiles.LayerProfile(label=f"l{i}", size_bytes=size, copy_ms=1.0, copy_spread_ms=0.1)
             for i, size in enumerate(SIZES)
         ),
         "batches": (
-            BatchProfile(
+            profiles.BatchProfile(
                 batch=8,
                 switch_ms=times,
                 switch_spread_ms=zeros,
@@ -65,7 +56,7 @@ def profile(**changes: Any) -> Profile:
                 trials=5,
             ),
         ),
-        "link": LinkProfile(
+        "link": profiles.LinkProfile(
             alpha_ms=0.1,
             beta_ms_per_mib=1.0,
             residual_p50=0.0,
@@ -74,16 +65,16 @@ def profile(**changes: Any) -> Profile:
             smallest_bytes=0,
             largest_bytes=13 * MIB,
         ),
-        "overheads": Overheads(sigma_ms=0.01, launch_ms=0.02, wake_ms=0.3),
+        "overheads": profiles.Overheads(sigma_ms=0.01, launch_ms=0.02, wake_ms=0.3),
         **changes,
     }
-    return Profile(**values)
+    return profiles.Profile(**values)
 
 
 def test_what_a_further_row_adds_follows_from_the_batches_that_were_measured() -> None:
     """One row takes 13.5 ms; eight rows take 13.5 ms plus 7 x 2.7 ms."""
     one, eight = (
-        BatchProfile(
+        profiles.BatchProfile(
             batch=rows,
             switch_ms=times,
             switch_spread_ms=(0.0,) * 4,
@@ -93,7 +84,7 @@ def test_what_a_further_row_adds_follows_from_the_batches_that_were_measured() -
         )
         for rows, times in ((1, (1.0, 0.5, 4.0, 8.0)), (8, (2.4, 1.2, 9.6, 19.2)))
     )
-    overheads = Overheads(sigma_ms=0.01, launch_ms=0.0, wake_ms=0.3)
+    overheads = profiles.Overheads(sigma_ms=0.01, launch_ms=0.0, wake_ms=0.3)
     both = profile(batches=(one, eight), overheads=overheads)
     assert paper_model("net", both).row_share == pytest.approx(0.2)
     assert paper_model("net", profile(batches=(one,))).row_share == 1.0
@@ -156,7 +147,7 @@ def test_spread_is_the_distance_between_the_quartiles() -> None:
 
 
 def test_a_profile_survives_its_file() -> None:
-    assert decode(encode(profile())) == profile()
+    assert profiles.decode(profiles.encode(profile())) == profile()
 
 
 @pytest.mark.parametrize(
@@ -166,32 +157,32 @@ def test_a_profile_survives_its_file() -> None:
         ({"layers": ()}, "no layers"),
         ({"batches": ()}, "no layers or no batch"),
         ({"batches": profile().batches * 2}, "twice"),
-        ({"overheads": Overheads(sigma_ms=-1.0, launch_ms=0.0, wake_ms=0.0)}, "overheads"),
+        ({"overheads": profiles.Overheads(sigma_ms=-1.0, launch_ms=0.0, wake_ms=0.0)}, "overheads"),
     ],
 )
 def test_numbers_that_contradict_each_other_are_refused(
     change: dict[str, Any], problem: str
 ) -> None:
-    with pytest.raises(ProfileError, match=problem):
-        decode(encode(profile(**change)))
+    with pytest.raises(profiles.ProfileError, match=problem):
+        profiles.decode(profiles.encode(profile(**change)))
 
 
 def test_one_time_for_each_layer_is_required() -> None:
     batch = msgspec.structs.replace(profile().batches[0], switch_ms=(1.0,))
-    with pytest.raises(ProfileError, match="not one time for each of 4 layers"):
-        decode(encode(profile(batches=(batch,))))
+    with pytest.raises(profiles.ProfileError, match="not one time for each of 4 layers"):
+        profiles.decode(profiles.encode(profile(batches=(batch,))))
 
 
 @pytest.mark.parametrize("raw", [b"", b"{}", b"[1]", b"\xff\xfe"])
 def test_what_is_no_profile_is_refused(raw: bytes) -> None:
-    with pytest.raises(ProfileError):
-        decode(raw)
+    with pytest.raises(profiles.ProfileError):
+        profiles.decode(raw)
 
 
 @given(st.binary(max_size=200))
 def test_the_decoder_raises_nothing_else(raw: bytes) -> None:
-    with pytest.raises(ProfileError):
-        decode(raw)
+    with pytest.raises(profiles.ProfileError):
+        profiles.decode(raw)
 
 
 def test_the_profiles_that_come_along_have_the_groups_that_are_planned_from_them() -> None:
@@ -199,7 +190,7 @@ def test_the_profiles_that_come_along_have_the_groups_that_are_planned_from_them
     paths = list(folder.glob("*.json"))
     assert paths
     for path in paths:
-        profile_read = decode(path.read_bytes())
+        profile_read = profiles.decode(path.read_bytes())
         groups = planned_groups.decode(path.read_bytes())
         device = groups.identity.device
         assert path.name == planned_groups.file_name(profile_read.model, groups.digest, device)

@@ -9,20 +9,10 @@ import threading
 from pathlib import Path
 from typing import Any, Final
 
+import process_tools as tools
 import pytest
 import torch
 from process_tools import ENVIRONMENT as OFTEN
-from process_tools import (
-    Checked,
-    checked_server,
-    command,
-    finish,
-    hurt,
-    mlp,
-    run_plain,
-    until,
-    write_script,
-)
 
 from pipeswitch.base.errors import InvalidInput, TaskFailed
 
@@ -58,7 +48,7 @@ SCRIPT: Final = """
 SAVED_BYTES: Final = 2_500_000  # approximate bytes that a step saves
 
 
-def strike(checked: Checked, name: str, dice: random.Random) -> None:
+def strike(checked: tools.Checked, name: str, dice: random.Random) -> None:
     """Suspend, evict or kill the job at a random instant, then wait for a commit."""
     threading.Event().wait(dice.uniform(0, 0.05))  # a random instant, not a condition
     task = checked.client.task(name)
@@ -67,24 +57,26 @@ def strike(checked: Checked, name: str, dice: random.Random) -> None:
         for _ in range(3):
             checked.client.infer("small", torch.ones(1, 64))
     else:
-        hurt(checked, task, how)
+        tools.hurt(checked, task, how)
     before = task.status()["committed_step"]
-    until(lambda: task.status()["committed_step"] > before, "it commits")
+    tools.until(lambda: task.status()["committed_step"] > before, "it commits")
 
 
 def test_suspended_evicted_and_killed_at_random_it_ends_bit_equal(tmp_path: Path) -> None:
-    script, dice = write_script(tmp_path, "limited.py", SCRIPT), random.Random(44)
+    script, dice = tools.write_script(tmp_path, "limited.py", SCRIPT), random.Random(44)
     served, plain, enough = tmp_path / "served", tmp_path / "plain", tmp_path / "enough"
-    with checked_server(arena="64MiB", environment=ENVIRONMENT) as checked:
-        checked.client.register("small", mlp(64, 3, 1), example_inputs=(torch.zeros(1, 64),))
+    with tools.checked_server(arena="64MiB", environment=ENVIRONMENT) as checked:
+        checked.client.register("small", tools.mlp(64, 3, 1), example_inputs=(torch.zeros(1, 64),))
         arguments = [str(served), str(SAVED_BYTES // 3), str(enough)]
         task = checked.client.train(script, name="limited", args=arguments)
-        until(lambda: task.status()["committed_step"] > 0, "it commits")
+        tools.until(lambda: task.status()["committed_step"] > 0, "it commits")
         for _ in range(12):
             strike(checked, "limited", dice)
-        row = until(lambda: row if (row := task.status()).get("activations") else None, "figures")
+        row = tools.until(
+            lambda: row if (row := task.status()).get("activations") else None, "figures"
+        )
         enough.write_text(str(task.status()["epoch"] + 3))
-        end = finish(task)
+        end = tools.finish(task)
         assert end["restarts"] >= 3
         assert end["evictions"] >= 3
         took = row["activations"]
@@ -92,7 +84,7 @@ def test_suspended_evicted_and_killed_at_random_it_ends_bit_equal(tmp_path: Path
         assert took["peak_bytes"] <= took["budget_bytes"] < took["saved_bytes"]
         assert took["offloaded_bytes"] > 0
     enough.write_text(served.read_text().split()[-1])
-    run_plain(script, str(plain), "1GiB", str(enough))
+    tools.run_plain(script, str(plain), "1GiB", str(enough))
     assert served.read_text() == plain.read_text()
 
 
@@ -112,24 +104,26 @@ def test_suspended_evicted_and_killed_at_random_it_ends_bit_equal(tmp_path: Path
 def test_a_job_over_its_budget_or_the_host_stores_fails_and_says_by_how_much(
     tmp_path: Path, memory: str, store: str, kind: str, says: str, hint: str
 ) -> None:
-    script = write_script(tmp_path, "large.py", SCRIPT)
-    with checked_server(arena="64MiB", host_store=store) as checked:
+    script = tools.write_script(tmp_path, "large.py", SCRIPT)
+    with tools.checked_server(arena="64MiB", host_store=store) as checked:
         arguments = [str(tmp_path / "out"), memory, str(tmp_path / "never")]
         task = checked.client.train(script, name="large", args=arguments)
         with pytest.raises(TaskFailed, match=says) as caught:
             task.wait(60)
         assert caught.value.data["type"] == kind
         assert hint in caught.value.data["text"]
-        until(lambda: not checked.count("store_offloaded_bytes"), "its process has left")
+        tools.until(lambda: not checked.count("store_offloaded_bytes"), "its process has left")
 
 
 def test_a_plan_says_what_a_job_will_do_that_is_limited_by_its_command_line(tmp_path: Path) -> None:
-    script = write_script(tmp_path, "planned.py", SCRIPT.replace(", activation_memory=memory", ""))
+    script = tools.write_script(
+        tmp_path, "planned.py", SCRIPT.replace(", activation_memory=memory", "")
+    )
     arguments = [str(tmp_path / "out"), "", str(tmp_path / "never")]
 
     def planned(memory: str) -> subprocess.CompletedProcess[str]:
         words = ("plan", "--train", script, "--memory", memory, "--json", "--", *arguments)
-        return command(*words, environment=ENVIRONMENT)
+        return tools.command(*words, environment=ENVIRONMENT)
 
     plan = json.loads(planned("800KiB").stdout)
     needed, (whole, limited) = plan["needed_bytes"], plan["plans"]
@@ -140,21 +134,21 @@ def test_a_plan_says_what_a_job_will_do_that_is_limited_by_its_command_line(tmp_
     assert f"--memory {-(-plan['min_bytes'] >> 10)}KiB" in refused.stdout
     assert refused.returncode == 1
     options: Any = {"arena": "64MiB", "environment": ENVIRONMENT, "state_dir": tmp_path / "state"}
-    with checked_server(settles=False, **options) as checked:
+    with tools.checked_server(settles=False, **options) as checked:
         with pytest.raises(InvalidInput):
             checked.client.train(script, args=arguments, offload="al")
         checked.client.train(script, name="planned", args=arguments, activation_memory="800KiB")
-        took = until(lambda: figures_of_a_plan(checked), "a plan")
+        took = tools.until(lambda: figures_of_a_plan(checked), "a plan")
         assert took["saved_bytes"] >= needed
         assert took["budget_bytes"] == 800 << 10 >= took["peak_bytes"]
         assert took["host_bytes"] >= took["offloaded_bytes"] > 0
         assert took["step_ms"] > 0
-    with checked_server(**options) as checked:  # the job keeps the budget that it began with
-        took = until(lambda: figures_of_a_plan(checked), "a plan")
+    with tools.checked_server(**options) as checked:  # the job keeps the budget that it began with
+        took = tools.until(lambda: figures_of_a_plan(checked), "a plan")
         assert took["budget_bytes"] == 800 << 10
         checked.client.task("planned").cancel()
 
 
-def figures_of_a_plan(checked: Checked) -> dict[str, Any]:
+def figures_of_a_plan(checked: tools.Checked) -> dict[str, Any]:
     took: dict[str, Any] = checked.client.task("planned").status().get("activations", {})
     return took if took.get("planned_step_ms") else {}

@@ -19,15 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipeswitch.base.errors import (
-    Cancelled,
-    InvalidInput,
-    ModelNotFound,
-    PipeSwitchError,
-    QueueFull,
-    TaskFailed,
-    from_wire,
-)
+from pipeswitch.base import errors
 from pipeswitch.base.roles import Principal
 from pipeswitch.extras.text.caches import longest
 from pipeswitch.extras.text.decoding.generation_settings import (
@@ -111,7 +103,7 @@ class Talk:
         self.options: dict[str, Any] | None = None
         self.reason = ""
         self.is_asked = self.is_over = False
-        self.error: PipeSwitchError | None = None
+        self.error: errors.PipeSwitchError | None = None
         rig.count += 1
         self.id = f"s{rig.count}"
 
@@ -125,14 +117,14 @@ class Talk:
         header = RequestHeader(v=1, op="generate", id=self.id, model="m", inputs=inputs, body=body)
         try:
             self.rig.generations.generate(self.client, header, [ids.tobytes()])
-        except PipeSwitchError as error:
+        except errors.PipeSwitchError as error:
             self.is_over, self.error = True, error
 
     def heard(self, frames: list[Any]) -> None:
         header = decode_reply(frames)
         if header.error is not None:
             self.is_over = True
-            self.error = from_wire(header.error.type, header.error.message, "", {})
+            self.error = errors.from_wire(header.error.type, header.error.message, "", {})
             return
         assert not self.is_over
         self.tokens += header.body.get("tokens", [])
@@ -210,7 +202,7 @@ class Rig:
         self.on_tried(None if error is None else failed if error else ready, 0)
         self.turn()
 
-    def compute(self, tokens: Collection[int], error: PipeSwitchError | None = None) -> None:
+    def compute(self, tokens: Collection[int], error: errors.PipeSwitchError | None = None) -> None:
         """Compute a run of these requests with a random number of steps, like worker and scheduler.
         Each request is then answered, or needs another run."""
         runs, more = {token: self.computing.pop(token) for token in tokens}, list[Any]()
@@ -318,7 +310,7 @@ class Rig:
         elif isinstance(event, ev.CancelRequest):
             if event.token in self.computing or event.token in self.between:
                 self.computing.pop(event.token, None)
-                self.answer(ev.Reply(token=event.token, error=Cancelled("it was cancelled")))
+                self.answer(ev.Reply(token=event.token, error=errors.Cancelled("it was cancelled")))
         else:
             assert isinstance(event, ev.PrefetchHint)
 
@@ -407,10 +399,10 @@ def test_a_schema_is_tried_once_and_only_a_usable_one_reaches_a_worker() -> None
     assert rig.checks == ["{}"]
     rig.try_schema()
     assert {*rig.computing} == {1, 4, 5}
-    assert isinstance(talks[2].error, Cancelled)
+    assert isinstance(talks[2].error, errors.Cancelled)
     rig.try_schema("it is too complex")
-    assert isinstance(talks[1].error, InvalidInput)
-    for options, error in ((good, None), (bad, InvalidInput)):  # both are known now
+    assert isinstance(talks[1].error, errors.InvalidInput)
+    for options, error in ((good, None), (bad, errors.InvalidInput)):  # both are known now
         again = rig.talk(rig.client("d"), [1, 2], 3)
         again.options = options
         again.ask()
@@ -428,9 +420,9 @@ def test_callers_take_turns_with_their_schemas_and_a_lost_process_refuses_only_o
         talk = rig.talk(owner, [1], 1)
         talk.options = {"json_schema": json.dumps({"const": number})}
         talk.ask()
-        if isinstance(talk.error, QueueFull):
+        if isinstance(talk.error, errors.QueueFull):
             break
-    assert isinstance(talk.error, QueueFull)
+    assert isinstance(talk.error, errors.QueueFull)
     other = rig.talk(rig.client("b"), [1], 1)
     other.options = {"json_schema": "{}"}
     other.ask()
@@ -468,7 +460,7 @@ def test_the_longest_answer_alone_ends_and_a_longer_one_is_never_begun(length: i
     assert talk.tokens == recomputed(talk.prompt, rig.longest[0] - length)
     longer = rig.talk(rig.client("a"), prompt(1, rig.longest[0]), 1)
     longer.ask()
-    assert isinstance(longer.error, InvalidInput)
+    assert isinstance(longer.error, errors.InvalidInput)
     rig.close()
 
 
@@ -495,7 +487,7 @@ def test_whatever_happens_no_begun_answer_is_refused_room_and_every_byte_is_free
         elif move < 0.4 and rig.checks:
             rig.try_schema(chance.choice(["", "", "it is too complex", None]))
         elif move < 0.95 and rig.computing:
-            error = InvalidInput("its own fault") if move > 0.945 else None
+            error = errors.InvalidInput("its own fault") if move > 0.945 else None
             rig.compute(rig.some(), error)
         elif move < 0.965 and live_asked:
             rig.cancel(chance.choice(live_asked))
@@ -516,7 +508,7 @@ def test_whatever_happens_no_begun_answer_is_refused_room_and_every_byte_is_free
     rig.run()
     for talk in rig.talks:
         assert talk.tokens == recomputed(talk.prompt, len(talk.tokens))[: len(talk.tokens)]
-        assert not (isinstance(talk.error, QueueFull) and talk.tokens), "it ended midway"
+        assert not (isinstance(talk.error, errors.QueueFull) and talk.tokens), "it ended midway"
     assert any(talk.reason for talk in rig.talks)
     assert rig.waits
     rig.close()
@@ -533,7 +525,7 @@ def test_a_new_answer_is_refused_while_those_that_began_wait() -> None:
         rig.turn()
     late = rig.talk(client, prompt(9), 1)
     late.ask()
-    assert isinstance(late.error, QueueFull)
+    assert isinstance(late.error, errors.QueueFull)
     other = rig.talk(rig.client("b"), prompt(9), 1)
     other.ask()
     assert other.error is None
@@ -549,7 +541,7 @@ def test_a_refused_answer_has_reused_no_tokens(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(blocks, "resize", lambda *_: rig.pool.reserve("a", 1 << 30, 0))
     talk = rig.talk(client, prompt(1, 100), 1)
     talk.ask()
-    assert isinstance(talk.error, QueueFull)
+    assert isinstance(talk.error, errors.QueueFull)
     assert rig.sequences.as_dict()["tokens_reused"] == 0
     rig.close()
 
@@ -568,7 +560,7 @@ def test_an_answer_that_another_server_began_continues_after_its_tokens() -> Non
         rig.run()
         assert (talk.tokens, talk.reason) == (whole, "length")
     header = msgspec.structs.replace(header, body={"max_tokens": 30, "so_far": whole})
-    with pytest.raises(InvalidInput):
+    with pytest.raises(errors.InvalidInput):
         rig.generations.generate(talk.client, header, [ids.tobytes()])
     rig.close()
 
@@ -595,7 +587,7 @@ def test_what_a_worker_claims_wrongly_ends_that_answer_alone(claim: str) -> None
     assert [rig.is_more(runs[one.token], one) for one in (bad, other)] == [False, True]
     rig.wait_or_compute(other.token, rig.generations.prepare(rig.request(other.token)))
     rig.turn()
-    assert isinstance(first.error, TaskFailed)
+    assert isinstance(first.error, errors.TaskFailed)
     rig.run()
     assert second.tokens == recomputed(second.prompt, 40)
     rig.close()
@@ -659,7 +651,7 @@ UNFIT: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_a_request_that_does_not_fit_is_refused(what: str) -> None:
     rig, ((inputs, frames), body) = Rig(320 << 10), UNFIT[what]
     header = RequestHeader(v=1, op="generate", id="r", model="m", inputs=inputs, body=body)
-    with pytest.raises(ModelNotFound if "version" in what else InvalidInput):
+    with pytest.raises(errors.ModelNotFound if "version" in what else errors.InvalidInput):
         rig.generations.generate(rig.client("a"), header, frames)
     assert not rig.requests.tokens()
     rig.close()

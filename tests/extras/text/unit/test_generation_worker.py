@@ -18,14 +18,6 @@ from pipeswitch.scheduler.state import events as ev
 from pipeswitch.workers.inference.pool import MappedPool
 from pipeswitch.workers.inference.task import _inputs, _write
 from tests.extras.text.unit import test_generation_room as allocation
-from tests.extras.text.unit.test_generation_room import (
-    MANIFEST,
-    ROW,
-    WORDS,
-    fed,
-    prompt,
-    recomputed,
-)
 
 POOL_BYTES = 640 << 10
 
@@ -33,17 +25,17 @@ POOL_BYTES = 640 << 10
 class Program:
     """Model of ``test_generation_room``, as a program that reads padded tensors."""
 
-    manifest = MANIFEST
+    manifest = allocation.MANIFEST
 
     def run(self, inputs: Any, before_group: Callable[[int], None]) -> list[torch.Tensor]:
         ids, count, used, caches = inputs
-        logits = torch.zeros(len(ids), WORDS)
-        rows = torch.zeros(len(ids), ids.shape[1], ROW, dtype=torch.uint8)
+        logits = torch.zeros(len(ids), allocation.WORDS)
+        rows = torch.zeros(len(ids), ids.shape[1], allocation.ROW, dtype=torch.uint8)
         for at, own in enumerate(ids):
             before = caches[at, : used[at]].contiguous().numpy().tobytes()
-            cache, token = fed(before, own[: count[at]].tolist())
+            cache, token = allocation.fed(before, own[: count[at]].tolist())
             logits[at, token] = 1.0
-            new = np.frombuffer(cache[len(before) :], np.uint8).reshape(-1, ROW)
+            new = np.frombuffer(cache[len(before) :], np.uint8).reshape(-1, allocation.ROW)
             rows[at, : count[at]] = torch.from_numpy(new.copy())
         return [logits, rows]
 
@@ -96,13 +88,13 @@ def test_streams_of_common_prompts_have_their_own_tokens_whatever_dies_or_is_evi
     monkeypatch.setattr(decode, "RUN_MS", 1e9)
     rig, chance = Rig(seed, monkeypatch), random.Random(seed)
     for number in range(14):
-        stem = prompt(chance.randrange(2), chance.choice([20, 47, 100]))
-        ids = [*stem, *prompt(number, chance.randrange(1, 5))]
+        stem = allocation.prompt(chance.randrange(2), chance.choice([20, 47, 100]))
+        ids = [*stem, *allocation.prompt(number, chance.randrange(1, 5))]
         rig.talk(rig.client(chance.choice("aab")), ids, chance.choice([5, 60, 150]))
     rig.run()
     for one in rig.talks:
         assert one.error is None or not one.tokens
-        assert one.tokens == recomputed(one.prompt, one.most)[: len(one.tokens)]
+        assert one.tokens == allocation.recomputed(one.prompt, one.most)[: len(one.tokens)]
     assert sum(one.reason == "length" for one in rig.talks) > 7
     assert rig.deaths
     assert rig.sequences.as_dict()["tokens_reused"]

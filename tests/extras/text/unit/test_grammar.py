@@ -13,15 +13,8 @@ import numpy as np
 import pytest
 
 from pipeswitch.base.errors import InvalidInput
+from pipeswitch.extras.text.decoding import grammar
 from pipeswitch.extras.text.decoding.generation_settings import packed_tokenizer
-from pipeswitch.extras.text.decoding.grammar import (
-    Matcher,
-    Tokenizers,
-    check_schema,
-    costly_refusal,
-    ends_of,
-    try_schema,
-)
 from pipeswitch.extras.text.decoding.sampling import Options
 from pipeswitch.extras.text.tools import ResponseFormat, schema_of
 from pipeswitch.ipc.messages.run import SamplingParams
@@ -39,10 +32,12 @@ def words() -> Any:
     return trained("bytes")
 
 
-def matcher_of(words: Any, schema: str, answer: Sequence[int] = (), digest: str = "d") -> Matcher:
-    ends, tokenizers = (words.token_to_id("<end>"),), Tokenizers()
+def matcher_of(
+    words: Any, schema: str, answer: Sequence[int] = (), digest: str = "d"
+) -> grammar.Matcher:
+    ends, tokenizers = (words.token_to_id("<end>"),), grammar.Tokenizers()
     tokenizers.packed["d"] = packed_tokenizer(words.to_str())
-    return Matcher(tokenizers.get(digest, SIZE, ends), schema, ends, answer, SIZE)
+    return grammar.Matcher(tokenizers.get(digest, SIZE, ends), schema, ends, answer, SIZE)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -102,7 +97,7 @@ def test_an_unusable_schema_is_refused_with_the_part_and_without_a_parsers_state
 ) -> None:
     schema, expected = UNUSABLE[name]
     with pytest.raises(InvalidInput) as caught:
-        try_schema(json.dumps(schema))
+        grammar.try_schema(json.dumps(schema))
     assert expected in caught.value.message
     assert not {*"<\n"} & {*caught.value.message}
     assert len(caught.value.message) < 400
@@ -111,21 +106,21 @@ def test_an_unusable_schema_is_refused_with_the_part_and_without_a_parsers_state
 
 def test_the_refusal_of_a_costly_schema_names_its_keywords() -> None:
     text = '{"allOf": [{"multipleOf": 7, "minLength": 2}, {"multipleOf": 9}], "type": "string"}'
-    assert costly_refusal(text).message.endswith("look at allOf, multipleOf, minLength")
-    assert costly_refusal("{}").message.endswith("its size")
+    assert grammar.costly_refusal(text).message.endswith("look at allOf, multipleOf, minLength")
+    assert grammar.costly_refusal("{}").message.endswith("its size")
 
 
 def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(InvalidInput) as caught:
-        try_schema("{}")
+        grammar.try_schema("{}")
     assert "pipeswitch[grammar]" in caught.value.message
 
 
 def test_a_schema_needs_an_end_token_and_leaves_no_room_for_what_contradicts_it() -> None:
-    check_schema("{}", [3])
-    assert ends_of((3, 4), (3, 4, 9)) == (3, 4)  # a model's own end tokens come first
-    assert ends_of((), (9,)) == ends_of((3,), (9,)) == (9,)
+    grammar.check_schema("{}", [3])
+    assert grammar.ends_of((3, 4), (3, 4, 9)) == (3, 4)  # a model's own end tokens come first
+    assert grammar.ends_of((), (9,)) == grammar.ends_of((3,), (9,)) == (9,)
     for text, ends in (
         ("{", [3]),
         ("[]", [3]),
@@ -133,7 +128,7 @@ def test_a_schema_needs_an_end_token_and_leaves_no_room_for_what_contradicts_it(
         ("{}", []),
     ):
         with pytest.raises(InvalidInput):
-            check_schema(text, ends)
+            grammar.check_schema(text, ends)
     for options in ({"until": 3}, {"scores_prompt": True, "logprobs": 1}, {"top_k": -1}):
         with pytest.raises(InvalidInput):
             Options(json_schema="{}", **options).check(SIZE)  # type: ignore[arg-type]
@@ -149,7 +144,7 @@ def test_an_answer_with_a_schema_joins_a_batch_after_its_first_token() -> None:
 
 
 def test_the_place_of_an_answer_is_kept_between_its_runs(words: Any) -> None:
-    ends, tokenizers = (words.token_to_id("<end>"),), Tokenizers()
+    ends, tokenizers = (words.token_to_id("<end>"),), grammar.Tokenizers()
     tokenizers.packed["d"] = packed_tokenizer(words.to_str())
     text = json.dumps({**REST, "properties": FORM})
     place = "d", SIZE, ends, text
