@@ -94,7 +94,7 @@ def bound_resnet(side: CudaTorch, folder: Path) -> BoundProgram:
     from pipeswitch.memory_daemon.store import load_model
     from pipeswitch.programs.compiler.program import build
     from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec
-    from pipeswitch.workers.inference.task import make_program, read_graph
+    from pipeswitch.workers.inference.task import make_program, read_program
 
     inputs = {"x": ((2, 3, 64, 64), "float32")}
     resnet_spec = BuildSpec(
@@ -104,7 +104,9 @@ def bound_resnet(side: CudaTorch, folder: Path) -> BoundProgram:
     image = bytearray(manifest.total_bytes)
     load_model(folder, memoryview(image))
     region = torch.frombuffer(image, dtype=torch.uint8).to(side.device).untyped_storage()
-    program = make_program(manifest, read_graph(manifest, folder / BUNDLE_FILE), side.device)
+    bundle = read_program(manifest, folder / BUNDLE_FILE)
+    assert bundle is not None
+    program = make_program(manifest, bundle.graph, side.device)
     return program.bind(lambda tensor: side.tensor(region, tensor, 0))
 
 

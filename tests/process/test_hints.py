@@ -29,14 +29,13 @@ from pipeswitch.programs.compiler.export import export_module_to_bundle
 from pipeswitch.programs.compiler.files import convert, convert_weights
 from pipeswitch.programs.compiler.program import build
 from pipeswitch.programs.compiler.sources import load_source
-from pipeswitch.programs.compiler.verify import load_image, same_bits
+from pipeswitch.programs.compiler.verify import same_bits
 from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.running import factories
 from pipeswitch.programs.running.executor import BoundProgram
-from pipeswitch.programs.running.tensor_views import tensor_over
-from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec, weights_file
-from pipeswitch.workers.inference.task import make_program, read_graph
+from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec
+from tests.models import loading
 
 T = torch.Tensor
 pytestmark = [
@@ -262,9 +261,7 @@ def fresh(kind: Callable[[], nn.Module]) -> nn.Module:
 def built(spec: BuildSpec, folder: Path) -> tuple[Manifest, BoundProgram]:
     manifest = build(spec, folder, lambda stage, done: None)
     random.seed(1)  # because random generators have other states in a worker
-    image = load_image(folder / weights_file(manifest), manifest)
-    program = make_program(manifest, read_graph(manifest, folder / BUNDLE_FILE), "cpu")
-    return manifest, program.bind(lambda one: tensor_over(image.untyped_storage(), one, 0))
+    return manifest, loading.bound(folder, manifest)
 
 
 def by_factory(

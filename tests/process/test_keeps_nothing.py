@@ -26,12 +26,11 @@ from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.programs.compiler.export import export_module_to_bundle
 from pipeswitch.programs.compiler.program import build
 from pipeswitch.programs.compiler.statefulness import Fresh
-from pipeswitch.programs.compiler.verify import load_image, same_bits
+from pipeswitch.programs.compiler.verify import same_bits
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.running.executor import BoundProgram
-from pipeswitch.programs.running.tensor_views import tensor_over
-from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec, weights_file
-from pipeswitch.workers.inference.task import make_program, read_graph
+from pipeswitch.programs.spec import BuildSpec
+from tests.models import loading
 
 T = torch.Tensor
 PACKAGE = "operators_memories"
@@ -308,9 +307,7 @@ def built(spec: BuildSpec, folder: Path) -> tuple[Manifest, BoundProgram]:
     forget()
     manifest = build(spec, folder, lambda stage, done: None)
     forget()
-    image = load_image(folder / weights_file(manifest), manifest)
-    program = make_program(manifest, read_graph(manifest, folder / BUNDLE_FILE), "cpu")
-    return manifest, program.bind(lambda one: tensor_over(image.untyped_storage(), one, 0))
+    return manifest, loading.bound(folder, manifest)
 
 
 def by_factory(kind: type[Base], folder: Path, *, does_export: bool) -> BoundProgram:

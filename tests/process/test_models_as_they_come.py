@@ -24,14 +24,13 @@ from pipeswitch.programs.compiler.export import export_module_to_bundle
 from pipeswitch.programs.compiler.files import convert, convert_weights
 from pipeswitch.programs.compiler.program import build
 from pipeswitch.programs.compiler.recurrent import _stft
-from pipeswitch.programs.compiler.verify import load_image, same_bits
+from pipeswitch.programs.compiler.verify import same_bits
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.running.executor import BoundProgram
 from pipeswitch.programs.running.factories import without_cache
-from pipeswitch.programs.running.tensor_views import tensor_over
 from pipeswitch.programs.running.values import flatten_outputs
-from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec, weights_file
-from pipeswitch.workers.inference.task import make_program, read_graph
+from pipeswitch.programs.spec import BuildSpec
+from tests.models import loading
 
 SEED = 5
 
@@ -193,9 +192,7 @@ def served(name: str, folder: Path, **options: Any) -> tuple[Manifest, BoundProg
 
 def loaded(spec: BuildSpec, folder: Path) -> tuple[Manifest, BoundProgram]:
     manifest = build(spec, folder, lambda stage, done: None)
-    image = load_image(folder / weights_file(manifest), manifest)
-    program = make_program(manifest, read_graph(manifest, folder / BUNDLE_FILE), "cpu")
-    return manifest, program.bind(lambda one: tensor_over(image.untyped_storage(), one, 0))
+    return manifest, loading.bound(folder, manifest)
 
 
 def check_bits(bound: BoundProgram, module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:

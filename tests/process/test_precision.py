@@ -17,12 +17,9 @@ from msgspec.structs import replace
 
 from pipeswitch.client.tensors import Result
 from pipeswitch.devices.cpu.packed import KERNELS, missing
-from pipeswitch.programs.compiler.verify import load_image
-from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.interface.packing import DERIVED_FILE
-from pipeswitch.programs.running.executor import GraphProgram
-from pipeswitch.programs.running.tensor_views import tensor_over
-from pipeswitch.programs.spec import load_manifest, save_manifest, weights_file
+from pipeswitch.programs.spec import load_manifest, save_manifest
+from tests.models import loading
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"packed weights: {missing()}")
 
@@ -111,16 +108,10 @@ def alone(state_dir: Path, digest: str, x: torch.Tensor) -> bytes:
     """Run the stored program in this process with one thread; return the bytes of its output."""
     folder = state_dir / "models" / digest
     manifest = load_manifest(folder)
-    path = folder / weights_file(manifest)
-    is_derived = manifest.precision is not None
-    graph = read_bundle(path, manifest.head_sha256, is_derived=is_derived).graph
-    image = load_image(path, manifest).untyped_storage()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        program = GraphProgram(manifest, graph, "cpu", KERNELS if is_derived else None)
-        bound = program.bind(lambda spec: tensor_over(image, spec, 0))
-        [output] = bound.run([x.clone()], lambda index: None)
+        [output] = loading.bound(folder, manifest, KERNELS).run([x.clone()], lambda index: None)
     finally:
         torch.set_num_threads(threads)
     return output.numpy().tobytes()

@@ -33,10 +33,11 @@ from pipeswitch.programs.interface.groups import layer_bytes, regrouped
 from pipeswitch.programs.interface.layout import TENSOR_ALIGN_BYTES, Manifest
 from pipeswitch.programs.interface.pytree import unflatten
 from pipeswitch.programs.interface.synthetic_inputs import random_inputs
+from pipeswitch.programs.running.executor import BoundProgram
 from pipeswitch.programs.running.tensor_views import bytes_over, tensor_over
 from pipeswitch.programs.running.values import flatten_outputs
-from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec, load_manifest, weights_file
-from pipeswitch.workers.inference.task import BoundProgram, make_program, read_graph
+from pipeswitch.programs.spec import BuildSpec, load_manifest, weights_file
+from tests.models import loading
 
 REGION_OFFSET_BYTES = 2 << 20
 
@@ -97,7 +98,7 @@ class Programs:
         manifest = regrouped(load_manifest(folder), plan)
         arena = Arena(folder, manifest)
         self._arenas.append(arena)
-        loaded = make_program(manifest, read_graph(manifest, folder / BUNDLE_FILE), "cpu")
+        loaded = loading.loaded(folder, manifest)
         return (
             manifest,
             loaded.bind(lambda tensor: tensor_over(arena.pool, tensor, REGION_OFFSET_BYTES)),
@@ -534,8 +535,9 @@ def test_two_homes_of_one_program_compute_the_same_bits(programs: Programs) -> N
     folder = programs.folder(spec)
     image = load_image(folder / "program.bundle", manifest)
     moved = torch.cat([torch.zeros(4096, dtype=torch.uint8), image])
-    program = make_program(manifest, read_graph(manifest, folder / BUNDLE_FILE), "cpu")
-    elsewhere = program.bind(lambda tensor: tensor_over(moved.untyped_storage(), tensor, 4096))
+    elsewhere = loading.loaded(folder, manifest).bind(
+        lambda tensor: tensor_over(moved.untyped_storage(), tensor, 4096)
+    )
     inputs = to_tensors(manifest.inputs, at_batch(manifest.dims, 2))
     [here], [there] = bound.run(inputs, arena.arrive), elsewhere.run(inputs, lambda index: None)
     assert same_bits(here, there)

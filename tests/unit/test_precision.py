@@ -23,7 +23,6 @@ from pipeswitch.programs.compiler.export import export_module_to_bundle
 from pipeswitch.programs.compiler.fusing import call_times, quantized
 from pipeswitch.programs.compiler.precision import derive
 from pipeswitch.programs.compiler.program import build
-from pipeswitch.programs.compiler.verify import load_image
 from pipeswitch.programs.graphs.bundle import decode_graph, encode_graph, read_bundle
 from pipeswitch.programs.graphs.contracts import BrokenContract
 from pipeswitch.programs.graphs.graph import resolve
@@ -31,8 +30,8 @@ from pipeswitch.programs.interface import packing
 from pipeswitch.programs.interface.layout import KindSettings, Manifest
 from pipeswitch.programs.running import executor
 from pipeswitch.programs.running.executor import GraphProgram, fitting
-from pipeswitch.programs.running.tensor_views import tensor_over
 from pipeswitch.programs.spec import BuildSpec, fingerprint, is_packed_for
+from tests.models import loading
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"packed weights: {missing()}")
 
@@ -141,14 +140,8 @@ def again(folder: Path, out: str, *, packs_weights: bool = True, **options: Any)
 def answers(
     manifest: Manifest, folder: Path, inputs: tuple[torch.Tensor, ...], out: str = "out"
 ) -> list[torch.Tensor]:
-    path = folder / out / packing.DERIVED_FILE
-    graph = read_bundle(path, manifest.head_sha256, is_derived=True).graph
-    image = load_image(path, manifest).untyped_storage()
-    kernels = (
-        KERNELS if manifest.precision and manifest.precision.layout == "onednn" else TorchKernels()
-    )
-    program = GraphProgram(manifest, graph, "cpu", kernels)
-    bound = program.bind(lambda spec: tensor_over(image, spec, 0))
+    is_packed = manifest.precision is not None and manifest.precision.layout == "onednn"
+    bound = loading.bound(folder / out, manifest, KERNELS if is_packed else TorchKernels())
     return bound.run([value.clone() for value in inputs], lambda index: None)
 
 
@@ -851,9 +844,6 @@ def test_sums_and_norms_of_a_transformer_stay_in_float32(
 ) -> None:
     module, x = FORMS["layer"][0](), FORMS["layer"][1]
     manifest = built(module, (x,), tmp_path, "bf16")
-    path = tmp_path / "out" / packing.DERIVED_FILE
-    graph = read_bundle(path, manifest.head_sha256, is_derived=True).graph
-    image = load_image(path, manifest).untyped_storage()
     dtypes: dict[str, set[torch.dtype]] = {}
 
     class Watching(CpuKernels):
@@ -870,8 +860,7 @@ def test_sums_and_norms_of_a_transformer_stay_in_float32(
         return call
 
     monkeypatch.setattr(executor, "resolve", watched)
-    program = GraphProgram(manifest, graph, "cpu", Watching())
-    program.bind(lambda spec: tensor_over(image, spec, 0)).run([x], lambda index: None)
+    loading.bound(tmp_path / "out", manifest, Watching()).run([x], lambda index: None)
     assert dtypes[packing.LINEAR] == dtypes["aten.matmul.default"] == {torch.bfloat16}
     for target in ("aten.layer_norm.default", "aten.softmax.int", "aten.add.Tensor"):
         assert dtypes[target] == {torch.float32}

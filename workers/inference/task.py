@@ -178,12 +178,6 @@ class Programs:
             self.remove(model)
 
 
-def read_graph(manifest: Manifest, bundle: Source) -> Graph | None:
-    """Return the graph of a bundle; None in module mode. Raises like ``read_program``."""
-    program = read_program(manifest, bundle)
-    return None if program is None else program.graph
-
-
 def read_program(manifest: Manifest, bundle: Source) -> Bundle | None:
     """Return the bundle; None in module mode, which has no bundle.
 

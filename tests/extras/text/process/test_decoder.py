@@ -34,12 +34,11 @@ from pipeswitch.extras.text.decoding.output import OutputProcessor, StopCriteria
 from pipeswitch.extras.text.decoding.sampling import Sampling, next_token
 from pipeswitch.programs.compiler.export import export_wrapped_to_bundle
 from pipeswitch.programs.compiler.program import build
-from pipeswitch.programs.compiler.verify import load_image
 from pipeswitch.programs.graphs.bundle import Bundle, read_bundle
 from pipeswitch.programs.interface.layout import Manifest
-from pipeswitch.programs.running.executor import GraphProgram
-from pipeswitch.programs.running.tensor_views import cut, padded, padded_shape, tensor_over
+from pipeswitch.programs.running.tensor_views import cut, padded, padded_shape
 from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec
+from tests.models import loading
 from tests.models.words import trained
 
 transformers = pytest.importorskip("transformers")
@@ -132,8 +131,7 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     assert manifest.extra["notes"] == []
     assert len(manifest.groups) > 2
     bundle = read_bundle(folder / "out" / BUNDLE_FILE)
-    image = load_image(folder / "out" / BUNDLE_FILE, manifest).untyped_storage()
-    bound = GraphProgram(manifest, bundle.graph, "cpu").bind(lambda t: tensor_over(image, t, 0))
+    bound = loading.bound(folder / "out", manifest)
 
     def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits, rows = bound.run(inputs, lambda group: None)

@@ -21,13 +21,10 @@ from pipeswitch.base.errors import RegistrationRefused
 from pipeswitch.extras.text.attention import AttentionStep
 from pipeswitch.extras.text.decoder import Decoder, decoder
 from pipeswitch.programs.compiler.program import build
-from pipeswitch.programs.compiler.verify import load_image
-from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.graphs.cached_attention import DecodeRows
-from pipeswitch.programs.running.executor import GraphProgram
-from pipeswitch.programs.running.tensor_views import tensor_over
-from pipeswitch.programs.spec import BUNDLE_FILE, BuildSpec
+from pipeswitch.programs.spec import BuildSpec
 from tests.extras.text.process.test_decoder import own
+from tests.models import loading
 
 transformers = pytest.importorskip("transformers")
 
@@ -118,10 +115,7 @@ def built(model: Path, path: Path) -> tuple[Run, int]:
     manifest = build(spec, path / "out", lambda stage, done: None)
     assert manifest.batching is not None
     assert manifest.batching.limit == 4
-    file = path / "out" / BUNDLE_FILE
-    image = load_image(file, manifest).untyped_storage()
-    program = GraphProgram(manifest, read_bundle(file).graph, "cpu")
-    bound = program.bind(lambda tensor: tensor_over(image, tensor, 0))
+    bound = loading.bound(path / "out", manifest)
     width = manifest.inputs[3].shape[2]
     assert isinstance(width, int)
     return lambda *arguments: bound.run(arguments, lambda group: None), width

@@ -12,12 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeswitch.devices.cpu.packed import KERNELS, missing_half, missing_int8
 from pipeswitch.programs.compiler.program import build
-from pipeswitch.programs.compiler.verify import load_image
-from pipeswitch.programs.graphs.bundle import read_bundle
 from pipeswitch.programs.graphs.cached_attention import DecodeRows
-from pipeswitch.programs.running.executor import GraphProgram
-from pipeswitch.programs.running.tensor_views import tensor_over
-from pipeswitch.programs.spec import BuildSpec, weights_file
+from pipeswitch.programs.spec import BuildSpec
+from tests.models import loading
 
 transformers = pytest.importorskip("transformers")
 
@@ -53,11 +50,7 @@ def test_a_step_makes_few_calls_and_copies_no_cache(
         name="m", source=f"hf:{folder}", weights="pretrained", generate=True, precision=form
     )
     manifest = build(spec, tmp_path, lambda *progress: None)
-    path, is_derived = tmp_path / weights_file(manifest), manifest.precision is not None
-    image = load_image(path, manifest).untyped_storage()
-    graph = read_bundle(path, is_derived=is_derived).graph
-    program = GraphProgram(manifest, graph, "cpu", KERNELS if is_derived else None)
-    bound = program.bind(lambda spec: tensor_over(image, spec, 0))
+    bound = loading.bound(tmp_path, manifest, KERNELS)
     cache = torch.randn(2, ROWS, manifest.inputs[-1].shape[-1])
     cache[:, USED:] = float("nan")
     numbers = torch.tensor([[3], [7]]), torch.ones(2, dtype=torch.int64), torch.tensor([USED] * 2)
