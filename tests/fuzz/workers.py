@@ -50,6 +50,7 @@ from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.core import SchedulerSettings
 from pipeswitch.scheduler.timeline import Timeline
 from pipeswitch.wire.frames import pack_dict
+from tests.unit.arrivals import done_of, parked_of
 
 from .target import TAGGED_FRAMES, Target, join_frames, split_frames
 from .worlds import manifest_of
@@ -316,13 +317,9 @@ def _obedience(message: Message, has_job: bool) -> list[Message]:
         case worker_msg.RunInference(op_id=op_id, plan=plan):
             times = tuple(float(i) for i in range(len(plan) or 2))
             return [
-                worker_msg.InferenceDone(
-                    op_id=op_id,
-                    outputs=((),),
-                    turn_at_ms=0.0,
-                    first_group_at_ms=0.0,
+                done_of(
+                    op_id,
                     ended_at_ms=1.0,
-                    stall_ms=0.0,
                     is_clean=True,
                     group_begins_at_ms=times,
                     group_ends_at_ms=tuple(t + 1.0 for t in times),
@@ -333,16 +330,7 @@ def _obedience(message: Message, has_job: bool) -> list[Message]:
         case worker_msg.RunJob(op_id=op_id):
             return [worker_msg.LeaseRequest(op_id=op_id, slice_bytes=MIB, state_bytes=MIB)]
         case worker_msg.StopTask(op_id=op_id, turn=turn, next_turn=next_turn) if has_job:
-            return [
-                worker_msg.JobParked(
-                    op_id=op_id,
-                    turn=turn,
-                    next_turn=next_turn,
-                    where="forward",
-                    asked_at_ms=0.0,
-                    parked_at_ms=1.0,
-                )
-            ]
+            return [parked_of(op_id, turn, next_turn)]
         case worker_msg.EvictTask(op_id=op_id) if has_job:
             return [worker_msg.JobEnded(op_id=op_id, outcome="preempted", step=1)]
         case Ping(op_id=op_id):
@@ -383,13 +371,10 @@ def worker_messages() -> list[Message]:
     op_id, model = OpId(0), MODELS[0]
     slab = SlabTensor(name="y", dtype="float32", shape=(1, 4), offset_bytes=4096, size_bytes=16)
     return [
-        worker_msg.InferenceDone(
-            op_id=op_id,
+        done_of(
+            op_id,
             outputs=((slab,),),
-            turn_at_ms=0.0,
-            first_group_at_ms=0.0,
             ended_at_ms=1.0,
-            stall_ms=0.0,
             is_clean=True,
             group_begins_at_ms=(0.0, 1.0),
             group_ends_at_ms=(1.0, 2.0),
@@ -399,14 +384,7 @@ def worker_messages() -> list[Message]:
         ),
         worker_msg.InferenceFailed(op_id=op_id, error="Other", message="no", data={"text": "E"}),
         worker_msg.WorkerClean(op_id=op_id),
-        worker_msg.JobParked(
-            op_id=op_id,
-            turn=Turn(0),
-            next_turn=Turn(0),
-            where="forward",
-            asked_at_ms=0.0,
-            parked_at_ms=1.0,
-        ),
+        parked_of(op_id, Turn(0)),
         worker_msg.WorkerReady(slot=Slot(0), pid=1),
         worker_msg.ModelPrepared(model=model, digest=model * 64),
         worker_msg.LeaseRequest(op_id=op_id, slice_bytes=MIB, state_bytes=MIB),

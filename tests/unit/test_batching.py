@@ -16,7 +16,7 @@ from pipeswitch.extras.lab.programs import program_of
 from pipeswitch.extras.lab.world import World
 from pipeswitch.ipc.messages.base import ModelName, SlabTensor
 from pipeswitch.ipc.messages.run import Run, SamplingParams
-from pipeswitch.ipc.messages.worker import InferenceDone, RunInference
+from pipeswitch.ipc.messages.worker import RunInference
 from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import PADS, Batching, ValueSpec
 from pipeswitch.scheduler.requests import batching
@@ -26,7 +26,7 @@ from pipeswitch.scheduler.state.core import SchedulerSettings
 from pipeswitch.scheduler.state.predictions import Predictions
 from pipeswitch.scheduler.state.records import Request
 from pipeswitch.scheduler.state.states import TaskState
-from tests.unit.arrivals import arrival
+from tests.unit.arrivals import arrival, done_of
 
 MIB = 1 << 20
 LIMIT, DELAY_MS = 4, 5.0
@@ -432,15 +432,7 @@ def test_a_worker_that_answers_other_requests_than_it_was_given_is_killed() -> N
     server.run(server.now_ms + 2 * COMPUTE_MS + 1.0)
     task = server.scheduler.machine.devices[0].state.owner.running
     worker = server.workers[task.slot]
-    done = InferenceDone(
-        op_id=task.op_id,
-        outputs=((),),
-        turn_at_ms=0.0,
-        first_group_at_ms=0.0,
-        ended_at_ms=0.0,
-        stall_ms=0.0,
-    )
-    server.handle(ev.Received(worker.address, done))
+    server.handle(ev.Received(worker.address, done_of(task.op_id)))
     server.run(server.now_ms + 5000.0)
     assert server.batched() == [tokens, *[[token] for token in tokens]]
     assert not any(server.error(token) for token in tokens)
@@ -714,15 +706,7 @@ def test_a_worker_that_chooses_too_many_tokens_or_none_is_killed(tokens: Any, ms
     [device] = server.scheduler.machine.devices
     task = device.state.owner.running
     assert task is not None
-    done = InferenceDone(
-        op_id=task.op_id,
-        outputs=((),),
-        turn_at_ms=0.0,
-        first_group_at_ms=0.0,
-        ended_at_ms=1.0,
-        stall_ms=ms,
-        tokens=tokens,
-    )
+    done = done_of(task.op_id, ended_at_ms=1.0, stall_ms=ms, tokens=tokens)
     worker = device.state.workers[task.slot]
     device.completion.done(worker, done)
     assert worker.kill_reason

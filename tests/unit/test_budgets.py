@@ -23,6 +23,7 @@ from pipeswitch.ipc.messages import worker as worker_msg
 from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.events import Reply
 from pipeswitch.wire.frames import RequestHeader
+from tests.unit.arrivals import done_of, parked_of
 from tests.unit.request_rig import clients_calls, gateways_calls, workers_calls
 from tests.unit.test_scheduler_rules import MIB, Rig
 
@@ -85,13 +86,9 @@ class Counted(Rig):
         task = self.state.owner.running
         self.worker(
             task.slot,
-            worker_msg.InferenceDone(
-                op_id=task.op_id,
-                outputs=((),),
-                turn_at_ms=0.0,
-                first_group_at_ms=0.0,
+            done_of(
+                task.op_id,
                 ended_at_ms=1.0,
-                stall_ms=0.0,
                 is_clean=True,
                 group_begins_at_ms=(0.0, 0.5),
                 group_ends_at_ms=(0.5, 1.0),
@@ -102,15 +99,7 @@ class Counted(Rig):
         """Suspend a job for a request whose model must be copied, then continue the job."""
         self.infer(name)
         turn = self.state.owner.pending.turn
-        parked = worker_msg.JobParked(
-            op_id=job.op_id,
-            turn=job.turn,
-            next_turn=turn,
-            where="forward",
-            asked_at_ms=0.0,
-            parked_at_ms=1.0,
-        )
-        self.worker(job.slot, parked)
+        self.worker(job.slot, parked_of(job.op_id, job.turn, turn))
         self.arrived(name)
         self.computed()
 

@@ -36,10 +36,8 @@ from pipeswitch.ipc.messages.worker import (
     GrantTurn,
     HostGranted,
     HostRequest,
-    InferenceDone,
     InferenceFailed,
     JobEnded,
-    JobParked,
     JobReady,
     JobReport,
     LeaseGranted,
@@ -72,7 +70,7 @@ from pipeswitch.scheduler.training.training import (
     STARVED_CYCLES,
     STARVED_STEPS,
 )
-from tests.unit.arrivals import arrival
+from tests.unit.arrivals import arrival, done_of, parked_of
 from tests.unit.fleet_model import manifest_of
 
 MIB = 1 << 20
@@ -272,17 +270,7 @@ class Rig:
     def done(self) -> None:
         """End the task that computes, without an error; its worker then cleans up."""
         task = self.state.owner.running
-        self.worker(
-            task.slot,
-            InferenceDone(
-                op_id=task.op_id,
-                outputs=((),),
-                turn_at_ms=0.0,
-                first_group_at_ms=0.0,
-                ended_at_ms=0.0,
-                stall_ms=0.0,
-            ),
-        )
+        self.worker(task.slot, done_of(task.op_id))
         out = self.out
         self.worker(task.slot, WorkerClean(op_id=task.op_id))
         self.out = out + self.out
@@ -340,15 +328,7 @@ class Rig:
         self.daemon(Scrubbed(op_id=scrub.op_id))
 
     def park(self, job: Any, next_turn: int = 0, where: Any = "forward") -> None:
-        message = JobParked(
-            op_id=job.op_id,
-            turn=job.turn,
-            next_turn=next_turn,
-            where=where,
-            asked_at_ms=0.0,
-            parked_at_ms=1.0,
-        )
-        self.worker(job.slot, message)
+        self.worker(job.slot, parked_of(job.op_id, job.turn, next_turn, where))
 
     def switch(self, job: Any, model: str = "a") -> None:
         """Suspend the job, and serve one request to a resident model."""
@@ -518,15 +498,8 @@ def test_what_a_task_does_before_its_first_group_belongs_to_the_switch_alone(rig
     task, began_ms = rig.state.owner.running, rig.now_ms
     rig.now_ms += 90.0
     at = {"turn_at_ms": 10.0, "first_group_at_ms": 50.0, "ended_at_ms": 85.0}
-    rig.worker(
-        task.slot,
-        InferenceDone(
-            op_id=task.op_id,
-            outputs=((),),
-            stall_ms=45.0,
-            **{name: began_ms + ms for name, ms in at.items()},
-        ),
-    )
+    times = {name: began_ms + ms for name, ms in at.items()}
+    rig.worker(task.slot, done_of(task.op_id, stall_ms=45.0, **times))
     timing = rig.answers[token].timing
     assert (timing.switch_ms, timing.stall_ms, timing.compute_ms) == (50.0, 5.0, 30.0)
     assert timing.total_ms == 90.0
@@ -537,17 +510,7 @@ def test_the_answer_may_arrive_before_the_parked_of_the_job_it_preempted(rig: Ri
     job = rig.start_training()
     token = rig.infer("a")
     task = rig.state.owner.pending
-    rig.worker(
-        task.slot,
-        InferenceDone(
-            op_id=task.op_id,
-            outputs=((),),
-            turn_at_ms=0.0,
-            first_group_at_ms=0.0,
-            ended_at_ms=0.0,
-            stall_ms=0.0,
-        ),
-    )
+    rig.worker(task.slot, done_of(task.op_id))
     assert rig.error(token) is None
     rig.park(job, task.turn)
     assert rig.sent(GrantTurn), "nobody waits: training goes on"
@@ -575,17 +538,7 @@ def test_a_parked_that_is_late_behind_its_own_end_frees_the_board(rig: Rig) -> N
     op_id, turn, slot = job.op_id, job.turn, rig.job_ends(job, "done")
     rig.infer("a")
     rig.done()
-    rig.worker(
-        slot,
-        JobParked(
-            op_id=op_id,
-            turn=turn,
-            next_turn=first.turn,
-            where="loader",
-            asked_at_ms=0.0,
-            parked_at_ms=0.0,
-        ),
-    )
+    rig.worker(slot, parked_of(op_id, turn, first.turn, "loader"))
     assert len(rig.commands(ev.RaiseTurn)) == 1
 
 
