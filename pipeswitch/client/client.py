@@ -733,10 +733,8 @@ def _records(subscription: Subscription, timeout_s: float | None) -> Iterator[di
 
 def _arguments(inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
     """Return the arguments of a call by position and by name.
-
-    Raises:
-        InvalidInput: a sequence or mapping holds all arguments, but some are also passed by name.
-    """
+    Raises InvalidInput: a sequence or mapping holds all arguments, but some are also passed by
+    name."""
     if not named and all(hasattr(value, "dtype") for value in inputs):
         return inputs
     if named and len(inputs) == 1 and isinstance(inputs[0], list | tuple | Mapping):

@@ -368,10 +368,7 @@ def _family(host: str) -> socket.AddressFamily:
 def _take_over(path: Path) -> int:
     """Return a descriptor that holds the lock of this state directory's gateway. End a gateway of
     an earlier server if it has the lock, which may block for ``2 * FORMER_WAIT_S``.
-
-    Raises:
-        ConfigError: the lock file cannot be opened, or the earlier gateway does not exit.
-    """
+    Raises ConfigError: the lock file cannot be opened, or the earlier gateway does not exit."""
     try:
         descriptor = open_plain(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:

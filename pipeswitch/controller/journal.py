@@ -330,12 +330,8 @@ def copy_journal(path: Path, target: Path) -> dict[Key, Entry] | None:
 
 def _opened(path: Path, original: Path | None = None) -> sqlite3.Connection:
     """Open a sound database, create missing tables, and make each transaction sync.
-
-    Raises:
-        sqlite3.DatabaseError, UnicodeDecodeError: the database is damaged, or the disk refuses a
-            write.
-        OSError, ConfigError: as in ``JournalFile``.
-    """
+    Raises sqlite3.DatabaseError, UnicodeDecodeError: the database is damaged, or the disk refuses a
+    write; OSError, ConfigError: as in ``JournalFile``."""
     os.close(open_plain(path, os.O_RDWR | os.O_CREAT))  # SQLite would use mode 0644
     if path.stat().st_size > MAX_BYTES:
         raise sqlite3.DatabaseError(f"it has {path.stat().st_size} bytes")
@@ -442,10 +438,7 @@ def _insert(database: sqlite3.Connection, entry: Entry) -> None:
 
 def _rows(database: sqlite3.Connection, kind: str) -> Iterator[tuple[Key, Entry | None]]:
     """Yield the entries of a kind in the order of acceptance; None instead of a damaged entry.
-
-    Raises:
-        sqlite3.DatabaseError: the next row is in a damaged part of the file.
-    """
+    Raises sqlite3.DatabaseError: the next row is in a damaged part of the file."""
     fields = FIELDS[kind]
     for name, *values, digest in database.execute(
         f"SELECT name, {', '.join(fields)}, {DIGEST_COLUMN} FROM {kind} NOT INDEXED ORDER BY rowid"

@@ -74,10 +74,8 @@ def _check_room(
     sizes: Sequence[ResourceLimits], devices: Sequence[ChosenDevice], available_bytes: int
 ) -> None:
     """Check that the sizes fit; otherwise the kernel would kill processes later.
-
-    Raises:
-        ConfigError: the machine, or this process's cgroup, has less than the server would take.
-    """
+    Raises ConfigError: the machine, or this process's cgroup, has less than the server would
+    take."""
     needs = {"host store": sizes[0].store_bytes, "request pool": sizes[0].pool_bytes}
     arenas = [
         one.arena_bytes for one, device in zip(sizes, devices, strict=True) if device.kind.is_host
@@ -95,10 +93,7 @@ def _check_room(
 
 def _is_sandboxed(config: Config, devices: Sequence[ChosenDevice]) -> bool:
     """Return True if clients' programs run in the sandbox on all devices; log missing parts.
-
-    Raises:
-        ConfigError: the sandbox is required, and a part of it is missing on this machine.
-    """
+    Raises ConfigError: the sandbox is required, and a part of it is missing on this machine."""
     mode = config.security.sandbox
     open_ones = [device.name for device in devices if not device.kind.can_confine]
     lacks = tuple(f"a sandbox on {name}" for name in open_ones) or missing()
@@ -120,10 +115,8 @@ def _separates_tenants(
     config: Config, devices: Sequence[ChosenDevice], *, is_sandboxed: bool
 ) -> bool:
     """Return True if each process serves one tenant only.
-
-    Raises:
-        ConfigError: separate tenants are required, but impossible on a device or this machine.
-    """
+    Raises ConfigError: separate tenants are required, but impossible on a device or this
+    machine."""
     if config.security.tenants == "shared":
         return False
     lacks = ""

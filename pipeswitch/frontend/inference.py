@@ -172,10 +172,7 @@ class Inference:
         tensors: Sequence[Any],
     ) -> tuple[ModelAvailable, RequestHeader, Sequence[Any]]:
         """Return the version with which the sequence began, and the inputs with its state.
-
-        Raises:
-            PipeSwitchError: the sequence does not exist, or the request does not fit it.
-        """
+        Raises PipeSwitchError: the sequence does not exist, or the request does not fit it."""
         sequence = arrival.sequence = self._sequences.of(
             options, arrival.client, arrival.origin.caller, announced
         )
@@ -268,10 +265,8 @@ class Inference:
 
     def _of_sequence(self, sequence: SequenceState, version: int) -> ModelAvailable:
         """Return the current announcement of the version with which the sequence began.
-
-        Raises:
-            InvalidInput, ModelNotFound: the request names another version; the version was removed.
-        """
+        Raises InvalidInput, ModelNotFound: the request names another version; the version was
+        removed."""
         began = sequence.announced
         base = began.base or began.model
         if version not in (0, began.version):

@@ -297,11 +297,8 @@ class Uploads:
 
     def _open(self, chunk: _Chunk) -> _Partial:
         """Open a partial file.
-
-        Raises:
-            QueueFull: the client's share of the folder is used up.
-            HostStoreFull: the client's share of the disk is used up, or the disk is full.
-        """
+        Raises QueueFull: the client's share of the folder is used up; HostStoreFull: the client's
+        share of the disk is used up, or the disk is full."""
         client = chunk.key[1]
         self._make_room(client, chunk.size_bytes)
         path = self.directory / "-".join([PARTIAL + chunk.key[0], *map(str, chunk.key[1:])])

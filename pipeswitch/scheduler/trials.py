@@ -88,10 +88,7 @@ class Trials:
 
     def _regroupable(self, device: Device, name: ModelName) -> DeviceModel:
         """Return the model's replica on the device, if it can have other groups.
-
-        Raises:
-            ServerUnavailable, ModelNotFound, InvalidInput, OutOfDeviceMemory.
-        """
+        Raises ServerUnavailable, ModelNotFound, InvalidInput, OutOfDeviceMemory."""
         replica = device.state.replicas.get(name)
         if self._core.is_draining:
             raise errors.draining()
@@ -112,10 +109,7 @@ class Trials:
 
     def _use(self, event: RegroupRequest, device: Device, replica: DeviceModel) -> None:
         """End the client's trials; keep the planned groups and use them on all devices they fit.
-
-        Raises:
-            InvalidInput: they are unreadable, or of another program or device.
-        """
+        Raises InvalidInput: they are unreadable, or of another program or device."""
         try:
             groups = decode(event.planned)
         except PlannedError as error:
@@ -166,11 +160,8 @@ class Trials:
 
     def _set(self, trial: Trial) -> None:
         """Set the groups when the device is at rest, and reply.
-
-        Raises:
-            DeviceBusy: another request or a job uses the device.
-            OutOfDeviceMemory: there are too few fences.
-        """
+        Raises DeviceBusy: another request or a job uses the device; OutOfDeviceMemory: there are
+        too few fences."""
         state, replica = trial.device.state, trial.replica
         _check_idle(state)
         if not _is_at_rest(state) or replica.is_being_sent:
@@ -189,10 +180,7 @@ class Trials:
 
     def _report(self, trial: Trial, served_count: int) -> None:
         """Report the run once its request is answered and its copy has ended.
-
-        Raises:
-            DeviceBusy: another client's request was answered as well.
-        """
+        Raises DeviceBusy: another client's request was answered as well."""
         state = trial.device.state
         if state.served == served_count + trial.is_over:
             if trial.is_over:
@@ -230,11 +218,7 @@ def _check_plan(plan: Plan, layer_count: int) -> None:
 
 
 def _check(trial: Trial) -> None:
-    """Check that the trial can still go on.
-
-    Raises:
-        ModelNotFound, ServerUnavailable, DeviceBusy.
-    """
+    """Check that the trial can still go on. Raises ModelNotFound, ServerUnavailable, DeviceBusy."""
     replica, state = trial.replica, trial.replica.model.state.state
     is_there = trial.device.state.replicas.get(replica.name) is replica
     if not is_there or state is ModelState.LEAVING:

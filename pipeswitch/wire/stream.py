@@ -280,10 +280,7 @@ class Stream:
 
     def _begin(self, table: frames.Table, buffer: memoryview) -> WireMessage:
         """Begin a message; parts that come through the socket are views of one buffer.
-
-        Raises:
-            RemoteProtocolError: the message is too large, or a place is not in the share.
-        """
+        Raises RemoteProtocolError: the message is too large, or a place is not in the share."""
         table_bytes, taken_count, places = table
         size_bytes = body_bytes = 0
         for size, place in places:

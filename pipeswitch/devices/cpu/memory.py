@@ -289,10 +289,7 @@ class CpuDeviceMemory(DeviceMemory):
 def _copy_bytes(source: int, start: int, target: int, target_start: int, size_bytes: int) -> None:
     """Copy bytes between two memfds in the kernel, without mapping a page: mapping 1 GiB takes
     longer than copying it.
-
-    Raises:
-        OSError: the machine has no memory for the target's pages.
-    """
+    Raises OSError: the machine has no memory for the target's pages."""
     while size_bytes:
         count = os.copy_file_range(source, target, size_bytes, start, target_start)
         if not count:

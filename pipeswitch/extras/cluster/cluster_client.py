@@ -196,10 +196,7 @@ class Members:
 
     def _node_of(self, model: str, deadline_ms: float | None = None) -> str:
         """Return the node for a model's request; query placement if the table has none.
-
-        Raises:
-            ModelNotFound: no node has the model.
-        """
+        Raises ModelNotFound: no node has the model."""
         table = self._table
         if serving := table.models.get(model):
             return self._balance.choose(table.untried(model) or [serving], time.monotonic())
@@ -209,11 +206,8 @@ class Members:
 
     def _to(self, node: str) -> Connection:
         """Return the connection to a node.
-
-        Raises:
-            ServerUnavailable: the table no longer has the node.
-            PipeSwitchError: this process has no descriptor, thread or memory for a connection.
-        """
+        Raises ServerUnavailable: the table no longer has the node; PipeSwitchError: this process
+        has no descriptor, thread or memory for a connection."""
         with self._lock:
             facts = self._table.nodes.get(node)
             if facts is None:
@@ -233,10 +227,7 @@ class Members:
 
     def _again(self, failover: Failover, node: str, model: str) -> str:
         """Return another node that serves a model, and use it for this client's next requests.
-
-        Raises:
-            PipeSwitchError: the last node's error, because no other node is left.
-        """
+        Raises PipeSwitchError: the last node's error, because no other node is left."""
         address = self._table.address(node)
         while isinstance(step := failover.next(self._table, time.monotonic()), Retry):
             if step is Retry.WAIT:
@@ -515,10 +506,7 @@ class ClusterConnection(ClusterVerbs):
 
     def _node_for(self, model: str, options: dict[str, Any]) -> str:
         """Return the node for a model's request; for a sequence, the node on which it began.
-
-        Raises:
-            SequenceNotFound: this client did not begin the sequence, or its node is gone.
-        """
+        Raises SequenceNotFound: this client did not begin the sequence, or its node is gone."""
         body = options.get("body") or {}
         if time.monotonic() > self._learnt_at_s + FRESH_S:
             self._learn()
@@ -535,10 +523,7 @@ class ClusterConnection(ClusterVerbs):
         self, error: errors.PipeSwitchError, node: str, op: str, model: str, options: dict[str, Any]
     ) -> Any:
         """Send a failed request to other nodes until one answers; return that answer.
-
-        Raises:
-            PipeSwitchError: the last node's error, because no other node is left.
-        """
+        Raises PipeSwitchError: the last node's error, because no other node is left."""
         body = options.get("body") or {}
         failover = Failover(model, options, time.monotonic(), LOOK_S)
         while True:

@@ -70,10 +70,8 @@ class NodeActor(NodeJobs):
 
     def _start(self, host: str, flags: tuple[str, ...]) -> None:
         """Start the server, and block until it is ready.
-
-        Raises:
-            ServerUnavailable, OSError, RuntimeError: the server or its watcher does not start.
-        """
+        Raises ServerUnavailable, OSError, RuntimeError: the server or its watcher does not
+        start."""
         name = self._name
         folder_of_keys, secret, self._keys, self._gateway_keys = _keys(self._state)
         _wait_for_the_one_before(self._state)

@@ -84,11 +84,8 @@ class NodeConnections:
 
     async def _of_model(self, op: str, options: dict[str, Any]) -> Any:
         """Return the answer of one holder of the model; try the others if it fails.
-
-        Raises:
-            SequenceNotFound: the node that has the sequence does not answer.
-            PipeSwitchError: the last node's error.
-        """
+        Raises SequenceNotFound: the node that has the sequence does not answer; PipeSwitchError:
+        the last node's error."""
         model, body = options["model"], options.get("body") or {}
         failover = holders.Failover(model, options, time.monotonic(), LOOK_S)
         nodes = self._table.untried(model)
@@ -121,10 +118,7 @@ class NodeConnections:
 
     def _node_for(self, nodes: list[str], body: Mapping[str, Any]) -> str:
         """Return the node for a request; this node if no node is known to have the model.
-
-        Raises:
-            SequenceNotFound: the node that has the sequence is gone.
-        """
+        Raises SequenceNotFound: the node that has the sequence is gone."""
         if not nodes:
             return self._table.here
         first = self._balance.choose(self._fresh(nodes), time.monotonic())
@@ -154,10 +148,7 @@ class NodeConnections:
         self, nodes: Sequence[str], op: str, options: dict[str, Any]
     ) -> dict[str, FinalReply]:
         """Return the answers of all nodes that answer.
-
-        Raises:
-            PipeSwitchError: no node answers, or a node refuses.
-        """
+        Raises PipeSwitchError: no node answers, or a node refuses."""
         replies = [self._send(node, op, options) for node in nodes]
         answers = dict(
             zip(nodes, await asyncio.gather(*replies, return_exceptions=True), strict=True)
@@ -210,10 +201,7 @@ class NodeConnections:
 
     def _link(self, node: str) -> Connection:
         """Return the connection to a node.
-
-        Raises:
-            ServerUnavailable: the node has left, or it cannot be reached.
-        """
+        Raises ServerUnavailable: the node has left, or it cannot be reached."""
         facts = self._table.nodes.get(node)
         if facts is None:
             raise ServerUnavailable(f"{node} is no longer part of the cluster")

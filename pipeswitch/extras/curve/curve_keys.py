@@ -104,10 +104,7 @@ def _checked(key: bytes, shown: object) -> bytes:
 
 def _read(path: Path) -> tuple[bytes, bytes | None]:
     """Return the public and the secret key of a ``zmq.auth`` certificate; None: no secret key.
-
-    Raises:
-        InvalidInput: the file cannot be read, or has no valid key.
-    """
+    Raises InvalidInput: the file cannot be read, or has no valid key."""
     try:
         with open(path, "rb", opener=open_regular) as file:  # a client's key may be a link
             entries = dict(_KEY_LINE.findall(file.read(MAX_KEY_BYTES)))

@@ -210,10 +210,7 @@ class GrpcVerbs:
         self, verb: Answered, caller: Principal, address: str, peer: str, data: bytes
     ) -> AsyncIterator[bytes]:
         """Yield the answer to a message, and count the bytes of both toward the address's shares.
-
-        Raises:
-            QueueFull: a share of the address is used up.
-        """
+        Raises QueueFull: a share of the address is used up."""
         with self._shared.waiting.holding(address, _charged(len(data))):
             if self._by_address[address] > CROWD:
                 await self._shared.passes.turn(address, peer)
@@ -225,10 +222,7 @@ class GrpcVerbs:
     @contextlib.contextmanager
     def _place(self, context: grpc.aio.ServicerContext) -> Iterator[tuple[str, Arriving]]:
         """Count a call toward its address; yield the address, and the reader of the messages.
-
-        Raises:
-            QueueFull: the address has CALLS_PER_ADDRESS calls.
-        """
+        Raises QueueFull: the address has CALLS_PER_ADDRESS calls."""
         address = _address(context)
         if self._by_address[address] >= CALLS_PER_ADDRESS:
             raise QueueFull(
@@ -421,11 +415,8 @@ def _address(context: grpc.aio.ServicerContext) -> str:
 
 async def _only(arriving: Arriving) -> bytes:
     """Return the only message of a call.
-
-    Raises:
-        InvalidInput: the call has no message.
-        QueueFull, RequestTimeout: see ``Arriving.next``.
-    """
+    Raises InvalidInput: the call has no message; QueueFull, RequestTimeout: see
+    ``Arriving.next``."""
     data = await arriving.next(MESSAGE_S)
     if data is None:
         raise InvalidInput("the call has no message")
@@ -453,11 +444,8 @@ def _small(message: Any, verb: Verb) -> Answered:
 
 def _read(message: Any, data: bytes, max_bytes: int = SMALL_BYTES) -> Any:
     """Parse a message.
-
-    Raises:
-        InvalidInput: the bytes are not such a message; gRPC's own parser would report UNKNOWN.
-        TooLarge: there are more than ``max_bytes``.
-    """
+    Raises InvalidInput: the bytes are not such a message; gRPC's own parser would report UNKNOWN;
+    TooLarge: there are more than ``max_bytes``."""
     if len(data) > max_bytes:
         raise TooLarge(f"{len(data)} bytes of a message, the limit is {max_bytes}")
     try:
@@ -523,10 +511,7 @@ def split_raw(data: bytes) -> tuple[bytes, Sequence[memoryview]]:
 
 def _number(data: memoryview, at: int) -> tuple[int, int]:
     """Return a varint, and the offset of its end.
-
-    Raises:
-        IndexError: it does not end within ten bytes.
-    """
+    Raises IndexError: it does not end within ten bytes."""
     value = 0
     for shift in range(0, 70, 7):
         byte = data[at]

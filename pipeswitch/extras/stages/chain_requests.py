@@ -209,11 +209,8 @@ class ChainRun:
 
 def _model_of(step: ChainStep, models: Mapping[str, ModelAvailable], tenant: str) -> ModelAvailable:
     """Return the model of a step.
-
-    Raises:
-        ModelNotFound: the model was unregistered in the meantime.
-        InvalidInput: clients are separate, and the model now belongs to another client.
-    """
+    Raises ModelNotFound: the model was unregistered in the meantime; InvalidInput: clients are
+    separate, and the model now belongs to another client."""
     model = models.get(step.model)
     if model is None or model.composite is not None:
         raise errors.ModelNotFound(

@@ -158,11 +158,8 @@ def _admit_result(
     inference: Inference, command: ev.TakeResult, header: RequestHeader, sizes: Sequence[int]
 ) -> tuple[ValidatedRequest, ev.ModelAvailable]:
     """Check that a model accepts the result of its preprocessing function.
-
-    Raises:
-        TaskFailed: the model refuses it; the message has both signatures and the function.
-        ModelNotFound: the model was removed in the meantime.
-    """
+    Raises TaskFailed: the model refuses it; the message has both signatures and the function;
+    ModelNotFound: the model was removed in the meantime."""
     announced = inference.models.version(*split_name(command.model))
     announced = replace(announced, wrapper=None)
     try:
@@ -178,10 +175,7 @@ def _admit_answer(
     inference: Inference, command: ev.TakeResult, header: RequestHeader, sizes: Sequence[int]
 ) -> tuple[ValidatedRequest, ev.ModelAvailable]:
     """Check that a postprocessing function returned the values that it declared.
-
-    Raises:
-        TaskFailed: the values differ, or the model was registered again without the function.
-    """
+    Raises TaskFailed: the values differ, or the model was registered again without the function."""
     models, (name, version) = inference.models, split_name(command.model)
     announced = models.versions.get((name, version)) or models.current.get(name)
     stages = None if announced is None else announced.wrapper

@@ -138,10 +138,7 @@ def _read(pool: int, slab: SlabTensor) -> Any:
 
 def _place(returned: Any, memory: memoryview) -> tuple[SlabTensor, ...]:
     """Write a function's return value, an array or a dict of arrays by name, to ``memory``.
-
-    Raises:
-        Unusable: the value has another type or is too large.
-    """
+    Raises Unusable: the value has another type or is too large."""
     named = returned if isinstance(returned, Mapping) else {"": returned}
     if len(named) > MAX_ARRAYS:
         raise Unusable(f"it returned {len(named)} arrays, a model takes {MAX_ARRAYS} at most")

@@ -268,10 +268,7 @@ def _register(client: Any, name: str, source: str) -> None:
 
 def _check(client: Any, name: str) -> None:
     """Raise an error if the model cannot chat.
-
-    Raises:
-        ModelNotFound, InvalidInput: the hint says what to type instead.
-    """
+    Raises ModelNotFound, InvalidInput: the hint says what to type instead."""
     try:
         facts = client._ask("generation", model=name, body={"version": 0, "tokenizer": True})
     except (ModelNotFound, InvalidInput) as error:  # unknown, or not a language model

@@ -518,10 +518,8 @@ def _first(*values: Any) -> Any:
 
 def _prompts(name: str, prompt: msgspec.Raw, most: Any) -> msgspec.Raw:
     """Return a request's prompts as a list.
-
-    Raises:
-        InvalidInput: it is neither one prompt nor a list; decoding stops as soon as that is clear.
-    """
+    Raises InvalidInput: it is neither one prompt nor a list; decoding stops as soon as that is
+    clear."""
     with contextlib.suppress(msgspec.ValidationError):
         msgspec.json.decode(prompt, type=str | list[int])
         return msgspec.Raw(b"[%b]" % bytes(prompt))

@@ -251,10 +251,7 @@ class RequestPool:
 
     def _check_share(self, holder: str, wanted_bytes: int, counted_bytes: int, tenant: str) -> None:
         """Evict cached blocks until the holder's share has room; then map the tenant's file.
-
-        Raises:
-            QueueFull: no cached block is left, or the file cannot be mapped.
-        """
+        Raises QueueFull: no cached block is left, or the file cannot be mapped."""
         while counted_bytes > self._shares.left(holder):
             if not self.give_up():
                 raise QueueFull(
@@ -279,10 +276,7 @@ class RequestPool:
 
     def _open(self, tenant: str) -> None:
         """Map a tenant's file at its first request.
-
-        Raises:
-            QueueFull: this process has no descriptor or no address range left.
-        """
+        Raises QueueFull: this process has no descriptor or no address range left."""
         assert self._file_of is not None, f"the pool has no file of {tenant!r}"
         try:
             self._files[tenant] = _File(self._file_of(tenant))

@@ -533,12 +533,8 @@ def _untouched(size: int) -> memoryview:
 
 def _inflated(data: Any, most: int) -> bytes:
     """Return the inflated body.
-
-    Raises:
-        InvalidInput: the body does not match its head.
-        TooLarge: the result exceeds ``most`` bytes.
-        OSError: memory is short.
-    """
+    Raises InvalidInput: the body does not match its head; TooLarge: the result exceeds ``most``
+    bytes; OSError: memory is short."""
     if len(data) > INLINE_BYTES:
         check_memory(most, each_bytes=2)  # the pieces, and their concatenation
     inflater = zlib.decompressobj(zlib.MAX_WBITS | 32)  # gzip or deflate, by the first bytes

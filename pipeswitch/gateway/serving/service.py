@@ -283,11 +283,7 @@ class Service:
     def _failed(
         self, model: str, traced: Traced | None, began: float, error: BaseException
     ) -> None:
-        """Trace and count a request that failed.
-
-        Raises:
-            NotFound: the model has no such version.
-        """
+        """Trace and count a request that failed. Raises NotFound: the model has no such version."""
         if traced is not None:
             traced.failed(error)
         if not isinstance(error, PipeSwitchError):

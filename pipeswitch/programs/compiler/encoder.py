@@ -407,10 +407,7 @@ def _weights_by_first_use(
 
 def _private_windows(graph: Graph) -> Graph:
     """Name the operators that stand for an export's.
-
-    Raises:
-        RegistrationRefused: a write reaches the memory of a window, and a copy would miss it.
-    """
+    Raises RegistrationRefused: a write reaches the memory of a window, and a copy would miss it."""
     if not any(node.target in _INSTEAD for node in graph.nodes):
         return graph
     root, written = aliases(graph)

@@ -120,10 +120,7 @@ def _with_digest(manifest: Manifest, code: dict[str, Any]) -> Manifest:
 
 def _without_sparse(loaded: Loaded, examples: Sequence[torch.Tensor]) -> tuple[Loaded, list[str]]:
     """Return the module without sparse tensors that forward does not read, and their names.
-
-    Raises:
-        RegistrationRefused: forward reads a sparse tensor.
-    """
+    Raises RegistrationRefused: forward reads a sparse tensor."""
     module = loaded.module
     named = {**dict(module.named_parameters()), **dict(module.named_buffers()), **loaded.loose}
     sparse = [name for name, tensor in named.items() if tensor.layout is not torch.strided]

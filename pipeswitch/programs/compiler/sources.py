@@ -360,10 +360,8 @@ def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], 
 
 def _as_plain_tensors(name: str, config: Any) -> dict[str, Any]:
     """Return the arguments with which transformers loads a quantized checkpoint as plain tensors.
-
-    Raises:
-        RegistrationRefused: transformers cannot do that for the checkpoint's quantization method.
-    """
+    Raises RegistrationRefused: transformers cannot do that for the checkpoint's quantization
+    method."""
     declared = getattr(config, "quantization_config", None)
     if declared is None:
         return {}
@@ -412,10 +410,8 @@ def _refuse_kernels(name: str, config: Any) -> None:
 
 def _class(transformers: Any, wished: str, config: Any) -> Any:
     """Return the requested class, or the configuration's own; None if neither names one.
-
-    Raises:
-        RegistrationRefused: transformers has no such class, or it is for other configurations.
-    """
+    Raises RegistrationRefused: transformers has no such class, or it is for other
+    configurations."""
     wished = wished or next(iter(config.architectures or ()), "")
     if not wished:
         return None

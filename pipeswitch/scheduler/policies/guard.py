@@ -138,11 +138,8 @@ def settings_of(policy: Policy) -> tuple[float, int]:
 
 def _numbers(values: tuple[Any, ...]) -> tuple[float, ...]:
     """Return the values as plain numbers that can be compared.
-
-    Raises:
-        TypeError: they are not a tuple of numbers.
-        ValueError, OverflowError: one of them is not a number that can be compared or added.
-    """
+    Raises TypeError: they are not a tuple of numbers; ValueError, OverflowError: one of them is not
+    a number that can be compared or added."""
     if type(values) is not tuple:
         raise TypeError(f"{values!r} is not a tuple")
     for value in values:
