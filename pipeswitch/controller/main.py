@@ -26,6 +26,7 @@ from ..base.units import LogFile, PrintableFormatter, nearest
 from ..devices.registry import choose_devices
 from ..frontend.transport.listeners import Listeners, check_access
 from ..ipc.channel import name_event
+from ..sandbox.environment import environment_file
 from ..scheduler.state.events import Token
 from ..watchdog import LoopWatchdog
 from ..wire.addresses import parse_listen
@@ -157,7 +158,7 @@ def _run(server: Server) -> int:
         loop.catch_signals()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         server.processes.start_server()
-        server.memory.keep_environment()
+        server.memory.environment = environment_file()
         server.gateway.start(listeners.ipc.address)
         for command in server.scheduler.start(time.monotonic() * 1000.0):
             server.effects.perform(command)

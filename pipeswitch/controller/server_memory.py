@@ -12,7 +12,6 @@ from ..commits.area import CommitArea, create_area, slot_bytes_of
 from ..ipc.control_page import Board, new_doorbell, sealed_memfd
 from ..ipc.messages.base import JobName, ResourceLimits
 from ..ipc.sparse import read_only
-from ..sandbox.environment import environment_file
 
 
 class DeviceShare:
@@ -82,10 +81,6 @@ class ServerMemory:
         self.images: dict[JobName, int] = {}  # images of swapped jobs' slices
         self.groups: Sequence[GroupMemory] = ()
         self.environment = -1  # file with the server's environment, for the owner's code
-
-    def keep_environment(self) -> None:
-        """Write the current environment variables to the file that the owner's code gets."""
-        self.environment = environment_file()
 
     def pool_of(self, tenant: str) -> int:
         """Return a tenant's file of the request pool.

@@ -41,8 +41,7 @@ from .randomness import RandomState
 from .reports import Reports
 from .script_changes import ScriptChanges
 from .script_cursor import BEGINNING, CursorPosition, SavedImage, ScriptCursor
-from .script_files import ScriptFiles
-from .script_sources import ScriptSources
+from .script_files import ScriptFiles, ScriptSources
 from .script_values import AUTO
 from .snapshot import CHANGED, DataPosition, named, named_extras
 from .timing import CommitTiming, WriteWatch

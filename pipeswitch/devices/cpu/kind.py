@@ -8,7 +8,6 @@ from typing import Final
 
 from ...base.config import DeviceConfig
 from ...ipc.messages.daemon import DaemonSettings
-from ...ipc.messages.worker import WorkerSettings
 from .. import ChosenDevice, DeviceKind
 from .memory import CpuDeviceMemory
 from .worker_device import CpuWorkerDevice
@@ -42,15 +41,7 @@ class CpuKind:
             settings, store=store, control_page=control_page, doorbells=workers, doorbell=own
         )
 
-    def open_view(
-        self,
-        settings: WorkerSettings,
-        arena: Sequence[int],
-        *,
-        control_page: int,
-        doorbells: Sequence[int],
-    ) -> CpuWorkerDevice:
-        return CpuWorkerDevice(settings, arena, control_page=control_page, doorbells=doorbells)
+    open_view = staticmethod(CpuWorkerDevice)
 
 
 KIND: Final[DeviceKind] = CpuKind()

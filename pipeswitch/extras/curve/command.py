@@ -18,6 +18,13 @@ from ...cli.common import Group, json_option, print_done
 from .curve_keys import KEY_CHARACTERS, KeyFolder, make_pair, read_public
 
 name_argument = click.argument("name")
+out_option = click.option(
+    "--out",
+    type=click.Path(file_okay=False),
+    default=".",
+    show_default=True,
+    help="Folder for the client's two files.",
+)
 roles_option = click.option(
     "--role",
     "roles",
@@ -74,13 +81,7 @@ def keys_server(show: bool, as_json: bool) -> None:
 
 @keys.command("client")
 @name_argument
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False),
-    default=".",
-    show_default=True,
-    help="Folder for the client's two files.",
-)
+@out_option
 @roles_option
 @json_option
 def keys_client(name: str, out: str, roles: tuple[str, ...], as_json: bool) -> None:
@@ -111,13 +112,7 @@ def keys_client(name: str, out: str, roles: tuple[str, ...], as_json: bool) -> N
 
 @keys.command("pair")
 @name_argument
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False),
-    default=".",
-    show_default=True,
-    help="Folder for the two files.",
-)
+@out_option
 @json_option
 def keys_pair(name: str, out: str, as_json: bool) -> None:
     """Create a key pair on the client's own machine, so that its secret never travels."""
