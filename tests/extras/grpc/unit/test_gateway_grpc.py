@@ -20,7 +20,6 @@ import grpc.aio
 from pipeswitch.base.errors import ERRORS_BY_NAME, InvalidInput
 from pipeswitch.base.quotas import ALPHA, FairQuota
 from pipeswitch.extras.grpc import grpc_server
-from pipeswitch.extras.grpc import grpc_server as grpc_module
 from pipeswitch.extras.grpc.half_messages import Arrivals
 from pipeswitch.extras.grpc.protos import HEALTH, INFERENCE, POOL, REFLECTION, SERVICES, described
 from pipeswitch.gateway.http.http_errors import TooLarge, status_of
@@ -94,8 +93,8 @@ def test_no_more_parts_are_read_than_a_request_has(
     tag: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers: list[int] = []
-    read = grpc_module._number
-    monkeypatch.setattr(grpc_module, "_number", lambda *args: numbers.append(1) or read(*args))
+    read = grpc_server._number
+    monkeypatch.setattr(grpc_server, "_number", lambda *args: numbers.append(1) or read(*args))
     with pytest.raises(InvalidInput):
         grpc_server.split_raw(empty_fields(4 << 20, tag))
     assert len(numbers) <= 2 * grpc_server.MAX_PARTS + 2
@@ -116,7 +115,7 @@ def test_an_output_is_asked_for_once() -> None:
 @pytest.mark.parametrize("name", ["ServerLive", "RepositoryIndex", "ModelMetadata"])
 def test_a_message_without_tensors_is_small(name: str) -> None:
     with pytest.raises(TooLarge):
-        grpc_module._read(INFERENCE[f"{name}Request"], empty_fields(grpc_server.SMALL_BYTES, 15))
+        grpc_server._read(INFERENCE[f"{name}Request"], empty_fields(grpc_server.SMALL_BYTES, 15))
 
 
 def test_priority_comes_signed_or_unsigned() -> None:
@@ -287,9 +286,9 @@ class Context:
 
 def test_an_answer_that_is_refused_is_held_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[Any] = []
-    to_bytes = grpc_module._to_bytes
+    to_bytes = grpc_server._to_bytes
     monkeypatch.setattr(
-        grpc_module, "_to_bytes", lambda message: messages.append(to_bytes(message)) or messages[-1]
+        grpc_server, "_to_bytes", lambda message: messages.append(to_bytes(message)) or messages[-1]
     )
 
     class Service:
@@ -483,11 +482,11 @@ def test_a_request_is_held_no_longer_while_its_answer_is_not_read(verb: str, siz
 def test_long_answers_are_copied_beside_the_loop(
     verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copied = list[str]()
+    copied, join = list[str](), grpc_server.joined
 
     def slow_join(parts: Any) -> bytes:
         copied.append(threading.current_thread().name)
-        return grpc_server.joined(parts)
+        return join(parts)
 
     async def call() -> None:
         for size in (1 << 10, 1 << 20):
@@ -496,7 +495,7 @@ def test_long_answers_are_copied_beside_the_loop(
             (answer,) = [part async for part in behavior(None, context)]
             assert len(answer) > size
 
-    monkeypatch.setattr(grpc_module, "joined", slow_join)
+    monkeypatch.setattr(grpc_server, "joined", slow_join)
     asyncio.run(call())
     assert [name.startswith("pipeswitch-aside") for name in copied] == [True]
 
