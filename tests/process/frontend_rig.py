@@ -26,6 +26,7 @@ from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import Manifest, ValueSpec
 from pipeswitch.scheduler.state import events as ev
 from pipeswitch.wire.request_timing import RequestTiming
+from tests.unit.manifests import plain_manifest
 
 POOL_BYTES = 8 << 20
 DEADLINE_S = 30.0
@@ -34,14 +35,8 @@ DEADLINE_S = 30.0
 def manifest(width: int = 4, batch_max: int = 8) -> Manifest:
     """Return the manifest of a model that takes ``x`` and returns ``y`` of the same shape."""
     value = {"dtype": "float32", "shape": ("batch", width)}
-    return Manifest(
+    return plain_manifest(
         digest="d" * 64,
-        mode="graph",
-        mode_reason="",
-        source="bundle",
-        total_bytes=0,
-        tensors=(),
-        groups=(),
         inputs=(ValueSpec(name="x", **value),),
         outputs=(ValueSpec(name="y", **value),),
         dims=(Dim("batch", 1, batch_max),),

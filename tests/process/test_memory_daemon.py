@@ -30,8 +30,9 @@ from pipeswitch.ipc.messages import daemon as daemon_msg
 from pipeswitch.ipc.messages.base import ResourceLimits
 from pipeswitch.ipc.messages.daemon import SliceCopied
 from pipeswitch.ipc.messages.worker import ForgetModel
-from pipeswitch.programs.interface.layout import TENSOR_ALIGN_BYTES, Manifest, TensorSpec, aligned
+from pipeswitch.programs.interface.layout import TENSOR_ALIGN_BYTES, TensorSpec, aligned
 from pipeswitch.programs.spec import BUNDLE_FILE, save_manifest
+from tests.unit.manifests import plain_manifest
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 MIB: Final = 1 << 20
@@ -247,15 +248,8 @@ def write_model(directory: Path, data: bytes) -> Path:
         size_bytes=len(data),
         file_offset_bytes=0,
     )
-    manifest = Manifest(
-        digest="d",
-        mode="graph",
-        mode_reason="",
-        source="test",
+    manifest = plain_manifest(
         tensors=(tensor,),
-        groups=(),
-        inputs=(),
-        outputs=(),
         total_bytes=aligned(len(data), TENSOR_ALIGN_BYTES),
         weights_sha256=hashlib.sha256(data + bytes(-len(data) % TENSOR_ALIGN_BYTES)).hexdigest(),
     )

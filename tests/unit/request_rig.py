@@ -35,6 +35,7 @@ from pipeswitch.programs.interface.layout import GroupSpec, Manifest, TensorSpec
 from pipeswitch.wire import frames
 from pipeswitch.wire.stream import Stream
 from pipeswitch.workers.main import WorkerProcess
+from tests.unit.manifests import plain_manifest
 
 COLUMNS = 64
 BILL: dict[str, Any] = {
@@ -292,11 +293,7 @@ def _two_groups() -> tuple[Manifest, Graph]:
         )
         for number in range(2)
     )
-    manifest = Manifest(
-        digest="d",
-        mode="graph",
-        mode_reason="",
-        source="bundle",
+    manifest = plain_manifest(
         total_bytes=128,
         tensors=tensors,
         groups=groups,

@@ -21,17 +21,15 @@ from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import PADS
 from pipeswitch.programs.spec import BuildSpec, save_manifest
 from pipeswitch.scheduler.state.events import Received, StartBuild
+from tests.unit.manifests import plain_manifest
 
 WEIGHTS = [UnplacedWeight(f"w{n}", "float32", (n + 1, 10), 40 * (n + 1)) for n in range(3)]
 TENSORS, LAYERS, GROUPS, TOTAL = place(
     [Layer(0, 2, (0,)), Layer(2, 3, (1,)), Layer(3, 5, (2,))], WEIGHTS, (0, 2), [100, 140, 220]
 )
 VALUE = layout.ValueSpec(name="x", dtype="float32", shape=("batch", 10))
-HONEST = layout.Manifest(
+HONEST = plain_manifest(
     digest="a" * 64,
-    mode="graph",
-    mode_reason="",
-    source="bundle",
     total_bytes=TOTAL,
     tensors=TENSORS,
     groups=GROUPS,

@@ -13,8 +13,9 @@ from pipeswitch.programs.graphs.bundle import Graph, Node, check_graph
 from pipeswitch.programs.graphs.graph import check_on_meta, check_shapes, resolve
 from pipeswitch.programs.graphs.operators import BY_CONTRACT, CHECKED_BY_META, OVERLOADS
 from pipeswitch.programs.interface.dims import Dim
-from pipeswitch.programs.interface.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
+from pipeswitch.programs.interface.layout import GroupSpec, TensorSpec, ValueSpec
 from pipeswitch.programs.running.executor import GraphProgram
+from tests.unit.manifests import plain_manifest
 
 TARGETS = [
     f"aten.{name}.{suffix}" for name in sorted(OVERLOADS) for suffix in sorted(OVERLOADS[name])
@@ -204,11 +205,7 @@ def a_program(nodes: tuple[Node, ...], y: Any, *, is_whole: bool) -> Any:
     group = GroupSpec(
         offset_bytes=0, size_bytes=48, tensors=(0,), first_node=0, end_node=len(nodes), label=""
     )
-    manifest = Manifest(
-        digest="",
-        mode="graph",
-        mode_reason="",
-        source="bundle",
+    manifest = plain_manifest(
         total_bytes=48,
         tensors=(tensor,),
         groups=(group,),
@@ -285,18 +282,7 @@ def test_of_a_shape_that_was_tried_no_more_is_kept_than_what_its_dimensions_are(
         outputs=(spec,),
         dims=(Dim("batch", 1, 64), Dim("length", 1, 64)),
     )
-    manifest = Manifest(
-        digest="",
-        mode="graph",
-        mode_reason="",
-        source="bundle",
-        total_bytes=0,
-        tensors=(),
-        groups=(),
-        inputs=(spec,),
-        outputs=(spec,),
-        dims=graph.dims,
-    )
+    manifest = plain_manifest(inputs=(spec,), outputs=(spec,), dims=graph.dims)
     program = GraphProgram(manifest, graph, "cpu")
     value = torch.ones(2, 3, 2, 1)
     program.returned([value], [value])

@@ -29,9 +29,10 @@ from pipeswitch.ipc.messages.worker import WorkerSettings
 from pipeswitch.programs.graphs.bundle import Graph, Node
 from pipeswitch.programs.graphs.contracts import CONTRACTS, BrokenContract
 from pipeswitch.programs.interface.dims import Dim
-from pipeswitch.programs.interface.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
+from pipeswitch.programs.interface.layout import GroupSpec, TensorSpec, ValueSpec
 from pipeswitch.programs.running.executor import BoundGraph, GraphProgram
 from pipeswitch.workers.training.torch_private import bytes_of_their_own
+from tests.unit.manifests import plain_manifest
 
 MIB = 1 << 20
 OP = OpId(7)
@@ -459,11 +460,7 @@ def program(groups: int = 3) -> tuple[BoundGraph, list[torch.Tensor]]:
         outputs=(ValueSpec(name="y", dtype="float32", shape=("batch", 4)),),
         results=(2 * groups,),
     )
-    manifest = Manifest(
-        digest="d",
-        mode="graph",
-        mode_reason="",
-        source="bundle",
+    manifest = plain_manifest(
         total_bytes=512 * groups,
         tensors=tuple(
             TensorSpec(

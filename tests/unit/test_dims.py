@@ -38,6 +38,7 @@ from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.spec import load_manifest, save_manifest
 from pipeswitch.scheduler.state.events import ModelAvailable
 from pipeswitch.wire.frames import RequestHeader, WireTensor
+from tests.unit.manifests import plain_manifest
 
 NAMES = ("batch", "length")
 LEAVES: st.SearchStrategy[Any] = st.one_of(
@@ -186,14 +187,8 @@ HALF = Expr("//", (Expr("+", ("length", 1)), 2))
 
 
 def manifest() -> Manifest:
-    return Manifest(
+    return plain_manifest(
         digest="d" * 64,
-        mode="graph",
-        mode_reason="",
-        source="bundle",
-        total_bytes=0,
-        tensors=(),
-        groups=(),
         inputs=(
             ValueSpec(name="ids", dtype="int64", shape=("batch", "length")),
             ValueSpec(name="mask", dtype="int64", shape=("batch", "length")),

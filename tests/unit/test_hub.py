@@ -17,21 +17,12 @@ from pipeswitch.programs.compiler import program as build_module
 from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.sandbox.confine import missing
+from tests.unit.manifests import plain_manifest
 from tests.unit.test_job_host import Sent
 
 KIB = 1 << 10
 TOKEN, OWNERS = "hf_secret", "what the owner fetched"
-MANIFEST = Manifest(
-    digest="a" * 64,
-    mode="graph",
-    mode_reason="",
-    source="hf:a/b",
-    total_bytes=0,
-    tensors=(),
-    groups=(),
-    inputs=(),
-    outputs=(),
-)
+MANIFEST = plain_manifest(digest="a" * 64, source="hf:a/b")
 
 
 @pytest.fixture(autouse=True)

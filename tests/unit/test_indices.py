@@ -13,8 +13,9 @@ from pipeswitch.devices.cuda.graphs import DeviceProgram, GraphBudget
 from pipeswitch.programs.graphs.bundle import Graph, Node
 from pipeswitch.programs.graphs.indices import check_indices, index_limits
 from pipeswitch.programs.interface.dims import Dim
-from pipeswitch.programs.interface.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
+from pipeswitch.programs.interface.layout import GroupSpec, TensorSpec, ValueSpec
 from pipeswitch.programs.running.executor import GraphProgram
+from tests.unit.manifests import plain_manifest
 
 IDS = ValueSpec(name="ids", dtype="int64", shape=("batch", 3))
 TABLE = TensorSpec(
@@ -85,11 +86,7 @@ def test_an_index_out_of_range_is_refused_with_its_value(values: list[int], wron
 
 def test_a_refused_request_touches_nothing_and_the_next_one_is_served() -> None:
     lookup = graph((LOOKUP, (v(1), v(0))))
-    manifest = Manifest(
-        digest="d",
-        mode="graph",
-        mode_reason="",
-        source="bundle",
+    manifest = plain_manifest(
         total_bytes=512,
         tensors=(TABLE,),
         groups=(

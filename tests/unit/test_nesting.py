@@ -24,7 +24,6 @@ from pipeswitch.frontend.transport.replies import reply_frames
 from pipeswitch.ipc.messages.base import ModelName
 from pipeswitch.programs.compiler.naming import Flat, named_inputs
 from pipeswitch.programs.graphs import bundle
-from pipeswitch.programs.interface.layout import Manifest
 from pipeswitch.programs.interface.pytree import (
     MAX_DEPTH,
     MAX_KEY_CHARS,
@@ -38,6 +37,7 @@ from pipeswitch.programs.spec import load_manifest, save_manifest
 from pipeswitch.scheduler.state.events import ModelAvailable
 from pipeswitch.wire.frames import MAX_TENSORS, RequestHeader, WireTensor, decode_reply
 from pipeswitch.wire.request_timing import RequestTiming
+from tests.unit.manifests import plain_manifest
 
 
 class Leaf:
@@ -162,14 +162,7 @@ def value(name: str) -> bundle.ValueSpec:
 GRAPH = bundle.Graph(
     version=2, inputs=(value("x"),), weights=(), nodes=(), results=(0,), outputs=(value("y"),)
 )
-MANIFEST = Manifest(
-    digest="d",
-    mode="graph",
-    mode_reason="",
-    source="bundle",
-    total_bytes=0,
-    tensors=(),
-    groups=(),
+MANIFEST = plain_manifest(
     inputs=(value("x"), value("state.h"), value("state.c")),
     outputs=(value("a"),),
     takes={"dict": [["x", "x"], ["state", {"dict": [["h", "state.h"], ["c", "state.c"]]}]]},

@@ -16,6 +16,7 @@ from pipeswitch.memory_daemon.store import Part, UnusableModel, load_model
 from pipeswitch.memory_daemon.transmit import TransmitGuard
 from pipeswitch.programs.interface.layout import Manifest, TensorSpec
 from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, WEIGHTS_FILE, save_manifest
+from tests.unit.manifests import plain_manifest
 
 HEADER = b"HEADER--"
 POISON = 0xA5
@@ -43,17 +44,8 @@ IMAGE = (
 
 
 def manifest(**changes: object) -> Manifest:
-    base = Manifest(
-        digest="d",
-        mode="graph",
-        mode_reason="",
-        source="test",
-        total_bytes=TOTAL_BYTES,
-        tensors=TENSORS,
-        groups=(),
-        inputs=(),
-        outputs=(),
-        weights_sha256=hashlib.sha256(IMAGE).hexdigest(),
+    base = plain_manifest(
+        total_bytes=TOTAL_BYTES, tensors=TENSORS, weights_sha256=hashlib.sha256(IMAGE).hexdigest()
     )
     return msgspec.structs.replace(base, **changes)
 

@@ -19,6 +19,7 @@ from pipeswitch.programs.interface.layout import Manifest, ValueSpec
 from pipeswitch.scheduler.state.events import ModelAvailable, Token, UnregisterRequest
 from pipeswitch.wire.frames import RequestHeader
 from pipeswitch.wire.request_timing import RequestTiming, of_steps
+from tests.unit.manifests import plain_manifest
 from tests.unit.test_scheduler_rules import MIB, Rig, manifest_of, received
 
 Values = dict[str, tuple[Any, ...]]
@@ -28,18 +29,7 @@ def model(inputs: Values, outputs: Values, *dims: Dim, dtype: str = "float32") -
     def specs(values: Values, dtype: str) -> tuple[ValueSpec, ...]:
         return tuple(ValueSpec(name=n, dtype=dtype, shape=shape) for n, shape in values.items())
 
-    return Manifest(
-        digest="",
-        mode="graph",
-        mode_reason="",
-        source="",
-        total_bytes=0,
-        tensors=(),
-        groups=(),
-        inputs=specs(inputs, dtype),
-        outputs=specs(outputs, "float32"),
-        dims=dims,
-    )
+    return plain_manifest(inputs=specs(inputs, dtype), outputs=specs(outputs, "float32"), dims=dims)
 
 
 B = Dim(BATCH, 1, 8)

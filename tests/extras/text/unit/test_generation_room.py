@@ -43,21 +43,15 @@ from pipeswitch.ipc.messages.base import ModelName, OpId, SlabTensor
 from pipeswitch.ipc.messages.helper import HelperFailed, HelperReady
 from pipeswitch.ipc.messages.run import Run
 from pipeswitch.programs.interface.dims import Dim
-from pipeswitch.programs.interface.layout import CACHE, PADS, Manifest, ValueSpec
+from pipeswitch.programs.interface.layout import CACHE, PADS, ValueSpec
 from pipeswitch.scheduler.state import events as ev
 from pipeswitch.wire.frames import RequestHeader, WireTensor, decode_reply
 from tests.extras.text.unit.test_answer import RANGES
+from tests.unit.manifests import plain_manifest
 from tests.unit.sequence_world import gathered
 
 ROW, WORDS, CONTEXT = 512, 50, 600
-MANIFEST: Final = Manifest(
-    digest="d",
-    mode="graph",
-    mode_reason="",
-    source="bundle",
-    total_bytes=0,
-    tensors=(),
-    groups=(),
+MANIFEST: Final = plain_manifest(
     dims=(Dim("batch", 1, 4), Dim("length", 1, 64), Dim("past", 1, CONTEXT)),
     inputs=(
         ValueSpec(name="ids", dtype="int64", shape=("batch", "length")),
