@@ -30,9 +30,9 @@ from pipeswitch.ipc.messages import daemon as daemon_msg
 from pipeswitch.ipc.messages.base import ResourceLimits
 from pipeswitch.ipc.messages.daemon import SliceCopied
 from pipeswitch.ipc.messages.worker import ForgetModel
-from pipeswitch.programs.interface.layout import TENSOR_ALIGN_BYTES, TensorSpec, aligned
+from pipeswitch.programs.interface.layout import TENSOR_ALIGN_BYTES, aligned
 from pipeswitch.programs.spec import BUNDLE_FILE, save_manifest
-from tests.unit.manifests import plain_manifest
+from tests.unit.manifests import plain_manifest, plain_tensor
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 MIB: Final = 1 << 20
@@ -240,14 +240,7 @@ def persisted(directory: Path) -> tuple[int, bytes] | None:
 
 def write_model(directory: Path, data: bytes) -> Path:
     """Write a program with one tensor and padding after it; return its folder."""
-    tensor = TensorSpec(
-        name="w",
-        dtype="uint8",
-        shape=(len(data),),
-        offset_bytes=0,
-        size_bytes=len(data),
-        file_offset_bytes=0,
-    )
+    tensor = plain_tensor("w", (len(data),), dtype="uint8")
     manifest = plain_manifest(
         tensors=(tensor,),
         total_bytes=aligned(len(data), TENSOR_ALIGN_BYTES),

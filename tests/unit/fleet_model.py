@@ -35,6 +35,7 @@ from pipeswitch.scheduler.scheduler import Scheduler
 from pipeswitch.scheduler.server.device import Device
 from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.core import SchedulerSettings
+from tests.unit.measured import batch_of, measured
 
 MIB = 1 << 20
 LAYER_MS = 5.0  # time to compute a layer; the time to copy a group is twice as long
@@ -56,36 +57,12 @@ def manifest_of(digest: str, total_bytes: int, group_count: int) -> Manifest:
 def profile_of(name: str, manifest: Manifest, layer_ms: float) -> profiles.Profile:
     """Return a profile as on disk: copying a layer takes 10 ms, and computing it ``layer_ms``."""
     sizes = layer_bytes(manifest)
-    times, zeros = (layer_ms,) * len(sizes), (0.0,) * len(sizes)
-    return profiles.Profile(
-        version=planned_groups.VERSION,
+    return measured(
+        sizes,
+        {"beta_ms_per_mib": 10.0 * MIB / max(1, max(sizes))},
         model=name,
         digest=manifest.digest,
-        measured_at="before",
-        identity=planned_groups.UNKNOWN_DEVICE,
-        layers=tuple(
-            profiles.LayerProfile(label="l", size_bytes=size, copy_ms=10.0, copy_spread_ms=0.0)
-            for size in sizes
-        ),
-        batches=(
-            profiles.BatchProfile(
-                batch=1,
-                switch_ms=times,
-                switch_spread_ms=zeros,
-                resident_ms=times,
-                resident_spread_ms=zeros,
-                trials=5,
-            ),
-        ),
-        link=profiles.LinkProfile(
-            alpha_ms=0.1,
-            beta_ms_per_mib=10.0 * MIB / max(1, max(sizes)),
-            residual_p50=0.0,
-            residual_p90=0.0,
-            samples=2,
-            smallest_bytes=0,
-            largest_bytes=1,
-        ),
+        batches=(batch_of(1, (layer_ms,) * len(sizes)),),
         overheads=profiles.Overheads(sigma_ms=0.01, launch_ms=0.0, wake_ms=0.0),
     )
 

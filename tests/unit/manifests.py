@@ -1,10 +1,11 @@
-"""Manifests of programs, from the fields that matter to a test."""
+"""Manifests of programs and their tensors, from the fields that matter to a test."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from pipeswitch.programs.interface.layout import Manifest
+from pipeswitch.programs.interface.layout import ITEM_BYTES, Manifest, TensorSpec
 
 
 def plain_manifest(**fields: Any) -> Manifest:
@@ -12,3 +13,12 @@ def plain_manifest(**fields: Any) -> Manifest:
     text = {"digest": "d", "mode": "graph", "mode_reason": "", "source": "bundle"}
     empty = dict.fromkeys(("tensors", "groups", "inputs", "outputs"), ())
     return Manifest(**{**text, "total_bytes": 0, **empty, **fields})
+
+
+def plain_tensor(
+    name: str, shape: tuple[int, ...], at: int = 0, *, dtype: str = "float32", in_file: int = 0
+) -> TensorSpec:
+    """Return a tensor that begins ``at`` bytes in its region, and ``in_file`` in the file."""
+    size_bytes = math.prod(shape) * ITEM_BYTES[dtype]
+    places = {"offset_bytes": at, "size_bytes": size_bytes, "file_offset_bytes": in_file}
+    return TensorSpec(name=name, dtype=dtype, shape=shape, **places)

@@ -31,11 +31,11 @@ from pipeswitch.ipc.messages.base import Exit, ResourceLimits, SlabTensor
 from pipeswitch.ipc.messages.run import Run
 from pipeswitch.ipc.messages.worker import InferenceDone, RunInference, WorkerSettings
 from pipeswitch.programs.graphs.bundle import Graph, Node
-from pipeswitch.programs.interface.layout import GroupSpec, Manifest, TensorSpec, ValueSpec
+from pipeswitch.programs.interface.layout import GroupSpec, Manifest, ValueSpec
 from pipeswitch.wire import frames
 from pipeswitch.wire.stream import Stream
 from pipeswitch.workers.main import WorkerProcess
-from tests.unit.manifests import plain_manifest
+from tests.unit.manifests import plain_manifest, plain_tensor
 
 COLUMNS = 64
 BILL: dict[str, Any] = {
@@ -272,15 +272,7 @@ def _two_groups() -> tuple[Manifest, Graph]:
         outputs=(output,),
     )
     tensors = tuple(
-        TensorSpec(
-            name=name,
-            dtype="float32",
-            shape=(4,),
-            offset_bytes=64 * number,
-            size_bytes=16,
-            file_offset_bytes=0,
-        )
-        for number, name in enumerate(graph.weights)
+        plain_tensor(name, (4,), 64 * number) for number, name in enumerate(graph.weights)
     )
     groups = tuple(
         GroupSpec(

@@ -13,9 +13,9 @@ from pipeswitch.programs.graphs.bundle import Graph, Node, check_graph
 from pipeswitch.programs.graphs.graph import check_on_meta, check_shapes, resolve
 from pipeswitch.programs.graphs.operators import BY_CONTRACT, CHECKED_BY_META, OVERLOADS
 from pipeswitch.programs.interface.dims import Dim
-from pipeswitch.programs.interface.layout import GroupSpec, TensorSpec, ValueSpec
+from pipeswitch.programs.interface.layout import GroupSpec, ValueSpec
 from pipeswitch.programs.running.executor import GraphProgram
-from tests.unit.manifests import plain_manifest
+from tests.unit.manifests import plain_manifest, plain_tensor
 
 TARGETS = [
     f"aten.{name}.{suffix}" for name in sorted(OVERLOADS) for suffix in sorted(OVERLOADS[name])
@@ -199,15 +199,12 @@ def a_program(nodes: tuple[Node, ...], y: Any, *, is_whole: bool) -> Any:
         dims=(Dim("batch", 1, 64),),
     )
     check_graph(graph)
-    tensor = TensorSpec(
-        name="w", dtype="float32", shape=(3, 4), offset_bytes=0, size_bytes=48, file_offset_bytes=0
-    )
     group = GroupSpec(
         offset_bytes=0, size_bytes=48, tensors=(0,), first_node=0, end_node=len(nodes), label=""
     )
     manifest = plain_manifest(
         total_bytes=48,
-        tensors=(tensor,),
+        tensors=(plain_tensor("w", (3, 4)),),
         groups=(group,),
         inputs=graph.inputs,
         outputs=graph.outputs,

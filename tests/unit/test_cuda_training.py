@@ -12,12 +12,12 @@ from fake_cuda import World
 from pipeswitch.devices.cuda.bindings import Cuda
 from pipeswitch.devices.cuda.stream_gate import LOOKS_PER_GROUP, RunAhead
 from pipeswitch.devices.cuda.torch import tensor_at
-from pipeswitch.programs.interface.layout import TensorSpec
 from pipeswitch.workers.training.randomness import RandomState
 from pipeswitch.workers.training.reports import Reports
 from pipeswitch.workers.training.slice import TrainingSlice
 from pipeswitch.workers.training.slice_layout import Area, padded_bytes
 from pipeswitch.workers.training.timing import WriteWatch
+from tests.unit.manifests import plain_tensor
 
 
 def test_two_groups_are_queued_and_no_more() -> None:
@@ -70,15 +70,7 @@ def arena() -> torch.Tensor:
     storage = torch._C._construct_storage_from_data_pointer(
         0x7F00_0000_0000, torch.device("cuda", 0), 1 << 20
     )
-    spec = TensorSpec(
-        name="slice",
-        dtype="uint8",
-        shape=(1 << 20,),
-        offset_bytes=0,
-        size_bytes=1 << 20,
-        file_offset_bytes=0,
-    )
-    return tensor_at(storage, spec, 0)
+    return tensor_at(storage, plain_tensor("slice", (1 << 20,), dtype="uint8"), 0)
 
 
 def test_a_slice_on_cuda_holds_its_devices_tensors_each_with_bytes_of_its_own(
@@ -100,10 +92,7 @@ def test_a_number_on_the_device_is_read_only_when_a_report_is_due(arena: torch.T
     host: Any = SimpleNamespace(
         now_ms=lambda: -1.0, remember=lambda step, values: remembered.append(values)
     )
-    spec = TensorSpec(
-        name="loss", dtype="float32", shape=(), offset_bytes=0, size_bytes=4, file_offset_bytes=0
-    )
-    loss = tensor_at(arena.untyped_storage(), spec, 0)
+    loss = tensor_at(arena.untyped_storage(), plain_tensor("loss", ()), 0)
     known = Reports(host).log({"loss": loss, "rate": 0.5}, 3)
     assert known == {"rate": 0.5}, "reading the loss would wait for the device"
     assert remembered == [known]

@@ -32,7 +32,7 @@ from pipeswitch.programs.interface.dims import Dim
 from pipeswitch.programs.interface.layout import GroupSpec, TensorSpec, ValueSpec
 from pipeswitch.programs.running.executor import BoundGraph, GraphProgram
 from pipeswitch.workers.training.torch_private import bytes_of_their_own
-from tests.unit.manifests import plain_manifest
+from tests.unit.manifests import plain_manifest, plain_tensor
 
 MIB = 1 << 20
 OP = OpId(7)
@@ -462,17 +462,7 @@ def program(groups: int = 3) -> tuple[BoundGraph, list[torch.Tensor]]:
     )
     manifest = plain_manifest(
         total_bytes=512 * groups,
-        tensors=tuple(
-            TensorSpec(
-                name=f"w{i}",
-                dtype="float32",
-                shape=(4,),
-                offset_bytes=512 * i,
-                size_bytes=16,
-                file_offset_bytes=0,
-            )
-            for i in range(groups)
-        ),
+        tensors=tuple(plain_tensor(f"w{i}", (4,), 512 * i) for i in range(groups)),
         groups=tuple(
             GroupSpec(
                 offset_bytes=512 * i,

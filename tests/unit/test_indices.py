@@ -13,19 +13,12 @@ from pipeswitch.devices.cuda.graphs import DeviceProgram, GraphBudget
 from pipeswitch.programs.graphs.bundle import Graph, Node
 from pipeswitch.programs.graphs.indices import check_indices, index_limits
 from pipeswitch.programs.interface.dims import Dim
-from pipeswitch.programs.interface.layout import GroupSpec, TensorSpec, ValueSpec
+from pipeswitch.programs.interface.layout import GroupSpec, ValueSpec
 from pipeswitch.programs.running.executor import GraphProgram
-from tests.unit.manifests import plain_manifest
+from tests.unit.manifests import plain_manifest, plain_tensor
 
 IDS = ValueSpec(name="ids", dtype="int64", shape=("batch", 3))
-TABLE = TensorSpec(
-    name="table",
-    dtype="float32",
-    shape=(10, 4),
-    offset_bytes=0,
-    size_bytes=160,
-    file_offset_bytes=0,
-)
+TABLE = plain_tensor("table", (10, 4))
 LOOKUP = "aten.embedding.default"
 
 

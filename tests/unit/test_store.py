@@ -16,21 +16,14 @@ from pipeswitch.memory_daemon.store import Part, UnusableModel, load_model
 from pipeswitch.memory_daemon.transmit import TransmitGuard
 from pipeswitch.programs.interface.layout import Manifest, TensorSpec
 from pipeswitch.programs.spec import BUNDLE_FILE, MANIFEST_FILE, WEIGHTS_FILE, save_manifest
-from tests.unit.manifests import plain_manifest
+from tests.unit.manifests import plain_manifest, plain_tensor
 
 HEADER = b"HEADER--"
 POISON = 0xA5
 
 
 def tensor(name: str, offset: int, count: int, file_offset: int) -> TensorSpec:
-    return TensorSpec(
-        name=name,
-        dtype="float32",
-        shape=(count,),
-        offset_bytes=offset,
-        size_bytes=4 * count,
-        file_offset_bytes=len(HEADER) + file_offset,
-    )
+    return plain_tensor(name, (count,), offset, in_file=len(HEADER) + file_offset)
 
 
 WEIGHTS = random.Random(7).randbytes(1200)

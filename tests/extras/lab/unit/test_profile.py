@@ -18,7 +18,8 @@ from pipeswitch.extras.lab.planner import costs_of, plan_of, predict
 from pipeswitch.extras.lab.replay import paper_model
 from pipeswitch.planning import planned_groups
 from pipeswitch.planning.grouping import check_plan
-from pipeswitch.planning.planned_groups import VERSION, Identity
+from pipeswitch.planning.planned_groups import Identity
+from tests.unit.measured import batch_of, measured
 
 DIGEST = "ab" * 32
 HERE = Identity(
@@ -34,56 +35,19 @@ SIZES = (MIB, 0, 4 * MIB, 8 * MIB)
 
 
 def profile(**changes: Any) -> profiles.Profile:
-    times = (1.0, 0.5, 4.0, 8.0)
-    zeros = (0.0,) * 4
-    values: dict[str, Any] = {
-        "version": VERSION,
+    values = {
         "model": "net",
         "digest": DIGEST,
-        "measured_at": "2026-01-01T00:00:00+00:00",
         "identity": HERE,
-        "layers": tuple(
-            profiles.LayerProfile(label=f"l{i}", size_bytes=size, copy_ms=1.0, copy_spread_ms=0.1)
-            for i, size in enumerate(SIZES)
-        ),
-        "batches": (
-            profiles.BatchProfile(
-                batch=8,
-                switch_ms=times,
-                switch_spread_ms=zeros,
-                resident_ms=times,
-                resident_spread_ms=zeros,
-                trials=5,
-            ),
-        ),
-        "link": profiles.LinkProfile(
-            alpha_ms=0.1,
-            beta_ms_per_mib=1.0,
-            residual_p50=0.0,
-            residual_p90=0.0,
-            samples=9,
-            smallest_bytes=0,
-            largest_bytes=13 * MIB,
-        ),
+        "batches": (batch_of(8, (1.0, 0.5, 4.0, 8.0)),),
         "overheads": profiles.Overheads(sigma_ms=0.01, launch_ms=0.02, wake_ms=0.3),
-        **changes,
     }
-    return profiles.Profile(**values)
+    return measured(SIZES, {"largest_bytes": 13 * MIB}, **{**values, **changes})
 
 
 def test_what_a_further_row_adds_follows_from_the_batches_that_were_measured() -> None:
     """One row takes 13.5 ms; eight rows take 13.5 ms plus 7 x 2.7 ms."""
-    one, eight = (
-        profiles.BatchProfile(
-            batch=rows,
-            switch_ms=times,
-            switch_spread_ms=(0.0,) * 4,
-            resident_ms=times,
-            resident_spread_ms=(0.0,) * 4,
-            trials=5,
-        )
-        for rows, times in ((1, (1.0, 0.5, 4.0, 8.0)), (8, (2.4, 1.2, 9.6, 19.2)))
-    )
+    one, eight = batch_of(1, (1.0, 0.5, 4.0, 8.0)), batch_of(8, (2.4, 1.2, 9.6, 19.2))
     overheads = profiles.Overheads(sigma_ms=0.01, launch_ms=0.0, wake_ms=0.3)
     both = profile(batches=(one, eight), overheads=overheads)
     assert paper_model("net", both).row_share == pytest.approx(0.2)
