@@ -12,7 +12,17 @@ from pipeswitch.extras.lab.profile import (
     Overheads,
     Profile,
 )
-from pipeswitch.planning.planned_groups import UNKNOWN_DEVICE, VERSION
+from pipeswitch.planning.planned_groups import UNKNOWN_DEVICE, VERSION, Identity
+
+HERE = Identity(
+    device="cpu",
+    name="a processor",
+    cores=4,
+    threads=3,
+    link_bytes_per_s=0.0,
+    pipeswitch="1.0",
+    torch="2.15.0",
+)
 
 
 def batch_of(batch: int, layer_ms: Sequence[float]) -> BatchProfile:

@@ -15,18 +15,10 @@ from msgspec.structs import replace
 
 from pipeswitch.planning import planned_groups
 from pipeswitch.planning.planned_files import find, save
+from tests.unit.measured import HERE
 
 DIGEST = "ab" * 32
 NAME = f"net.{DIGEST[:12]}.cpu.json"
-HERE = planned_groups.Identity(
-    device="cpu",
-    name="a processor",
-    cores=4,
-    threads=3,
-    link_bytes_per_s=0.0,
-    pipeswitch="1.0",
-    torch="2.15.0",
-)
 SIZES = (1 << 20, 0, 4 << 20, 8 << 20)
 
 

@@ -18,19 +18,9 @@ from pipeswitch.extras.lab.planner import costs_of, plan_of, predict
 from pipeswitch.extras.lab.replay import paper_model
 from pipeswitch.planning import planned_groups
 from pipeswitch.planning.grouping import check_plan
-from pipeswitch.planning.planned_groups import Identity
-from tests.unit.measured import batch_of, measured
+from tests.unit.measured import HERE, batch_of, measured
 
 DIGEST = "ab" * 32
-HERE = Identity(
-    device="cpu",
-    name="a processor",
-    cores=4,
-    threads=3,
-    link_bytes_per_s=0.0,
-    pipeswitch="1.0",
-    torch="2.15.0",
-)
 SIZES = (MIB, 0, 4 * MIB, 8 * MIB)
 
 
