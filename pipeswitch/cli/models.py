@@ -73,7 +73,7 @@ def register(
     if from_job:
         _publish(name, from_job, part, as_json)
         return
-    from ..client.model_sources import FILES, LocalSource, check_program_options
+    from ..client.model_sources import FILES, LocalSource, check_program_options, file_of
 
     fields = {key: value for key, value in options.items() if value} | {"as_version": as_version}
     request = RegisterRequest(source=source, **fields)
@@ -83,11 +83,13 @@ def register(
     is_shown = not as_json and sys.stderr.isatty()
     with contextlib.ExitStack() as stack:
         report = stack.enter_context(views.progress_bar(is_shown, name))
+        file = None
         if source.endswith(FILES):
-            source = _converted(source, fields.pop("inputs", {}), stack)
+            path, source = source, _converted(source, fields.pop("inputs", {}), stack)
+            file = file_of(path)
             request = RegisterRequest(source=source, **fields)
         client = stack.enter_context(common.connected())
-        local = LocalSource(source, _arrays(example) if example else None)
+        local = LocalSource(source, _arrays(example) if example else None, file=file)
         row = client._register(name, request, local, report)
     common.print_done(row, _registered(name, row), as_json)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
 import os
 import tempfile
@@ -16,7 +17,7 @@ from typing import Any, Final, ParamSpec, TypedDict, TypeVar
 import msgspec
 
 from ..base.errors import InvalidInput, RegistrationRefused
-from ..base.model_options import ModelOptions, RegisterRequest
+from ..base.model_options import ModelOptions, RegisterRequest, SourceFile
 from ..base.settings import settings
 from ..programs.interface.odd_files import check_file
 from ..programs.interface.pytree import Tree, flatten
@@ -117,6 +118,7 @@ class LocalSource:
     example_inputs: Any = None
     dynamic: Dynamic | None = None
     tokenizer: Any = None
+    file: SourceFile | None = None  # the file that is uploaded
     upload: Upload = field(init=False)
     progress: Progress | None = field(init=False)
     stack: contextlib.ExitStack = field(init=False)
@@ -135,13 +137,16 @@ class LocalSource:
         with contextlib.ExitStack() as self.stack:  # deletes temporary files at the end
             source, weights = self._source(request), request.weights
             adapter = request.adapter and os.path.abspath(os.path.expanduser(request.adapter))
-            request = msgspec.structs.replace(request, source=source, adapter=adapter)
+            more = {"source": source, "adapter": adapter, "file": self.file}
+            request = msgspec.structs.replace(request, **more)
             if self.example_inputs is not None and ":" in source and not source.startswith("put:"):
                 request = self._with_example(request)
             if weights.endswith((*PICKLED, ".safetensors")) and not os.path.isfile(weights):
                 raise InvalidInput(
                     f"no file {weights!r}", hint="weights must be a path on this machine"
                 )
+            if weights.endswith((*PICKLED, ".safetensors")):
+                request = msgspec.structs.replace(request, file=file_of(weights))
             if weights.endswith(PICKLED):
                 from ..programs.compiler.files import convert_weights
 
@@ -176,6 +181,7 @@ class LocalSource:
             raise InvalidInput(f"{text!r} is not a program", hint=hint)
         if suffix in (".bundle", *FILES) and os.path.isfile(text):
             check_file(text, text)
+            self.file = self.file or file_of(text)
         if suffix in FILES:
             if not os.path.isfile(text):
                 raise InvalidInput(
@@ -248,6 +254,13 @@ class LocalSource:
     def _folder(self) -> Path:
         folder = tempfile.TemporaryDirectory(prefix="pipeswitch-export-")
         return Path(self.stack.enter_context(folder))
+
+
+def file_of(path: str) -> SourceFile:
+    """Return a file's name and digest, by which ``models --versions`` shows it."""
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return SourceFile(os.fsencode(os.path.basename(path)).decode(errors="replace"), digest)
 
 
 def here(source: str) -> str:

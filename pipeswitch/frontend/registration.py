@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -17,19 +18,27 @@ import msgspec
 
 from ..base.bytes_tensors import BYTES
 from ..base.errors import InvalidInput
-from ..base.model_options import DTYPES, PRECISIONS, BuildOptions, RegisterRequest, Signature
+from ..base.model_options import (
+    DTYPES,
+    PRECISIONS,
+    BuildOptions,
+    RegisterRequest,
+    Signature,
+    SourceFile,
+)
 from ..base.roles import OWNER, URGENT_PRIORITY, Principal, Role
 from ..base.units import escape_control_chars
 from ..ipc.messages.base import ModelName
+from ..programs.interface.layout import ORIGIN
 from ..programs.interface.pytree import check_takes
 from ..programs.spec import DEFAULT_MAX_BATCH, DEFAULT_SEQUENCES, BuildSpec, wrapper_of
 from ..scheduler.state.events import RegisterModelRequest, Token, VersionRequest
 from .intake.validation import check_name, priority_number
 from .permissions import CheckedSource, Rules, check_function, check_source, owners_only
 
-OF_A_VERSION: Final = {"as_version", "weights", "precision", "max_error"}
+OF_A_VERSION: Final = {"as_version", "weights", "file", "precision", "max_error"}
 OF_A_VARIANT: Final = {
-    *("like", "weights", "adapter", "precision", "max_error", "aliases", "priority", "pin")
+    *("like", "weights", "file", "adapter", "precision", "max_error", "aliases", "priority", "pin")
 }
 NO_RULES: Final = Rules()  # no code and no uploads: the owner needs no permission
 
@@ -119,9 +128,17 @@ def require_roles(request: RegisterRequest, caller: Principal, *, is_code: bool 
 
 
 def _set_options(spec: bytes) -> bytes:
-    """Return a spec's options that are set, by name: a new option changes no earlier digest."""
+    """Return a spec's options that are set, by name: a new option changes no earlier digest.
+    A file's name and the time are left out: they make no other model."""
     options = msgspec.msgpack.decode(spec)
-    return msgspec.msgpack.encode(sorted(pair for pair in options.items() if pair[1]))
+    pairs = (pair for pair in options.items() if pair[1] and pair[0] not in ORIGIN)
+    return msgspec.msgpack.encode(sorted(pairs))
+
+
+def _file_of(request: RegisterRequest) -> SourceFile | None:
+    """Return the file that the client uploaded, or that is on the server's machine."""
+    paths = filter(os.path.isabs, (request.weights, request.source))
+    return request.file or next((SourceFile(os.path.basename(one)) for one in paths), None)
 
 
 def registration(
@@ -146,6 +163,7 @@ def registration(
         )
         # A language model is checked only within rounding, so ``exact`` would gain nothing.
         fields["precision"] = request.precision or ("fast" if request.generate else "exact")
+    fields |= {"file": _file_of(request), "registered_at_s": int(time.time())}
     built = BuildSpec(name=model, allow_module_mode=source.is_code, **fields)
     spec = msgspec.msgpack.encode(built)
     if request.as_version:

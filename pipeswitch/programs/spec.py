@@ -16,7 +16,7 @@ import msgspec
 from ..base.errors import RegistrationRefused
 from ..base.extras import WRAPPERS
 from ..base.machine import processor_features
-from ..base.model_options import BuildOptions
+from ..base.model_options import BuildOptions, SourceFile
 from ..base.plain_files import open_regular
 from .graphs.bundle import check_signature, check_trees
 from .graphs.operators import checked_by
@@ -50,6 +50,8 @@ class BuildSpec(BuildOptions, frozen=True, kw_only=True):
     example: str = ""  # a .safetensors file with values of the inputs; empty: random values
     allow_module_mode: bool = False
     bucket_bytes: int = 0  # 0: ``grouping.DEFAULT_BUCKET_BYTES``
+    file: SourceFile | None = None  # file of its source or weights, for people
+    registered_at_s: int = 0  # Unix time; 0: unknown
 
 
 def files_of(spec: bytes) -> list[Path]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import re
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Final
 
 import msgspec
@@ -17,6 +20,8 @@ from ..programs.interface.groups import plan_in_force
 from ..programs.interface.layout import Manifest, ValueSpec
 from .memory.allocators import gib
 from .memory.plans import plan_row, stream_of
+from .models.likes import decoded
+from .models.names import Names
 from .server.device import Device
 from .server.server_state import ServerState
 from .state.core import Core, handles
@@ -32,12 +37,31 @@ from .training.jobs import behind, memory_row
 ROWS: Final = 64  # rows that are made at once, in about 3 ms
 DISPATCH_KINDS = ("cold", "partial", "resident")  # all, a part or none of the model was copied
 DEVICE_KINDS = ("infer", "switch", "train")
+JOB_ORIGIN: Final = re.compile("job:(.+)@([0-9]+):?(.*)")  # in a manifest, of a job's commit
 OWNER = "(owner)"  # the server's owner in ``tenant_s``; tenants' names have no parentheses
 
 
 def shown_value(spec: ValueSpec) -> list[Any]:
     """Return shape and dtype of an input or output for a row; free dimensions are texts."""
     return [[n if isinstance(n, int) else extent_text(n) for n in spec.shape], spec.dtype]
+
+
+def came_from(manifest: Manifest, spec: bytes) -> dict[str, Any]:
+    """Return the values of a row that say where a version came from: a factory, a job, a file."""
+    origin = dict[str, Any]()
+    with contextlib.suppress(msgspec.DecodeError, UnicodeError):  # else its build refuses it
+        origin = decoded(spec)
+    file, adapter = origin.get("file"), origin.get("adapter", "").rpartition("/")[2]
+    at = datetime.fromtimestamp(origin.get("registered_at_s", 0)).astimezone()
+    when = f", {at:%Y-%m-%d %H:%M}" if origin.get("registered_at_s") else ""
+    job = JOB_ORIGIN.fullmatch(manifest.extra.get("origin", ""))
+    texts = [] if manifest.source == "bundle" or job else [manifest.source]
+    texts += [f"job {job[1]}, step {job[2]}" + (job[3] and f", part {job[3]}")] if job else []
+    texts += [f"file {file['name']}{when}"] if file else []
+    texts += [f"adapter {adapter}{when}"] if adapter else []
+    when = at.isoformat(timespec="seconds") if when else ""
+    source = "; ".join(texts) or manifest.source
+    return {"source": source, "file": file, "registered_at": when or None}
 
 
 def _staging(replica: DeviceModel) -> dict[str, Any] | None:
@@ -137,10 +161,10 @@ class Introspection:
         machine: ServerState,
         versions: Versions,
         helpers: Mapping[str, HelperQueue],
-        failed: Mapping[ModelName, Model],
+        names: Names,
     ) -> None:
         self._core = core
-        self._failed = failed  # models that could not be restored
+        self._names = names
         self._helpers = helpers
         self._machine = machine
         self._versions = versions
@@ -171,7 +195,7 @@ class Introspection:
         model = self._machine.models.get(versions.resolve(name, event.version))
         if model is not None:
             core.answer(event.token, model=self._model(model, versions.all_of(model.base)))
-        elif (model := self._failed.get(version_name(name, event.version))) is not None:
+        elif (model := self._names.failed.get(version_name(name, event.version))) is not None:
             core.answer(event.token, model=self._facts(model))
         elif name in self._machine.composites:
             core.answer(event.token, model=self._machine.composites[name].row(name))
@@ -187,7 +211,7 @@ class Introspection:
             is_there = models.get(model.name) is model
             if is_there and (all_versions or versions.is_current(model)):
                 yield self._model(model, versions.all_of(model.base))
-        yield from map(self._facts, [*self._failed.values()])
+        yield from map(self._facts, [*self._names.failed.values()])
         others = self._machine.composites
         yield from (others[name].row(name) for name in [*others] if name in others)
 
@@ -239,7 +263,7 @@ class Introspection:
             row |= {
                 "digest": manifest.digest,
                 "program": manifest.program,
-                "source": manifest.extra.get("origin", manifest.source),
+                **came_from(manifest, self._names.registrations[model.name].spec),
                 "mode": manifest.mode,
                 "mode_reason": manifest.mode_reason,
                 "bytes": manifest.total_bytes,

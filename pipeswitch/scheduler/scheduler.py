@@ -114,7 +114,7 @@ class Scheduler:
             self.machine,
             self.versions,
             self.admission.helpers,
-            self.registry.names.failed,
+            self.registry.names,
         )
         self._takers = handler_table(
             self.registry,

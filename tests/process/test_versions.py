@@ -224,7 +224,7 @@ def test_a_jobs_parameters_become_the_next_version_and_the_old_one_can_come_back
     tools.until(lambda: len(client.models(versions=True)) == 2, "version 1 has left")
     rows = {row["version"]: row for row in client.models(versions=True)}
     assert set(rows) == {2, 3}
-    assert rows[3]["source"] == "job:small-3@3"
+    assert rows[3]["source"] == "job small-3, step 3"
     (row,) = client.models()
     assert (row["name"], row["version"], row["current"]) == ("small", 3, True)
     with pytest.raises(errors.ModelNotFound, match="it has 2, 3"):
@@ -369,7 +369,7 @@ def test_each_answer_is_of_one_version_while_a_script_publishes(
         for version, answers in asker.answers.items():
             plain = copy.deepcopy(net)
             if version > 1:
-                step = int(sources[version].removeprefix("job:p@"))
+                step = int(sources[version].removeprefix("job p, step "))
                 assert step % 40 == 0
                 plain.load_state_dict(torch.load(tmp_path / f"{step}.pt"))
             expected = tools.eager(plain, x)
@@ -548,7 +548,7 @@ def test_an_average_is_served_by_its_name_after_a_kill_and_never_the_other_one_u
         assert '"ema", "net"' in lines[0]
         assert 'no part "emma"' in lines[1], lines
         tools.until(lambda: client.show("live")["version"] == 2, "the script's version")
-        assert client.show("live")["source"].endswith(":ema")
+        assert client.show("live")["source"].endswith(", part ema")
         assert tools.is_bit_equal(answer(), plain["ema"])
 
         with pytest.raises(errors.InvalidInput, match='"ema", "net"') as refusal:

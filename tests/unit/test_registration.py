@@ -13,7 +13,13 @@ import pytest
 from click.testing import CliRunner
 
 from pipeswitch.base.errors import ConfigError, InvalidInput, PipeSwitchError
-from pipeswitch.base.model_options import PRECISIONS, ModelConfig, ModelOptions, RegisterRequest
+from pipeswitch.base.model_options import (
+    PRECISIONS,
+    ModelConfig,
+    ModelOptions,
+    RegisterRequest,
+    SourceFile,
+)
 from pipeswitch.base.roles import OWNER
 from pipeswitch.base.settings import settings
 from pipeswitch.cli import common
@@ -21,7 +27,7 @@ from pipeswitch.cli.main import main
 from pipeswitch.client.client import Client
 from pipeswitch.client.model_sources import RegisterOptions
 from pipeswitch.controller.restore import configured
-from pipeswitch.frontend import verbs
+from pipeswitch.frontend import registration, verbs
 from pipeswitch.frontend.verbs import Rules, ask
 from pipeswitch.programs.spec import BuildSpec
 from pipeswitch.scheduler.state.events import RegisterModelRequest, Token
@@ -55,6 +61,7 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> set[str]:
             raise ConfigError(name)
 
     monkeypatch.setattr(verbs, "KINDS", SimpleNamespace(load=load))
+    monkeypatch.setattr(registration.time, "time", lambda: 1.5)
     return known
 
 
@@ -164,6 +171,21 @@ def test_what_a_model_from_a_file_lacks_is_named(
 ) -> None:
     with pytest.raises(InvalidInput, match=text):
         asked({**mark, **fields})
+
+
+def test_the_name_of_a_file_and_the_time_make_no_other_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "new.safetensors")
+    Path(path).touch()
+    body = {"source": SOURCE, "weights": path}
+    first = asked(body)
+    assert msgspec.msgpack.decode(first.spec, type=BuildSpec).file == SourceFile("new.safetensors")
+    monkeypatch.setattr(registration.time, "time", lambda: 9.5)
+    again = asked({**body, "file": {"name": "other.pt", "sha256": "0" * 64}})
+    assert again.spec_digest == first.spec_digest
+    spec = msgspec.msgpack.decode(again.spec, type=BuildSpec)
+    assert (spec.file, spec.registered_at_s) == (SourceFile("other.pt", "0" * 64), 9)
 
 
 def test_a_version_and_a_model_like_another_are_two_things() -> None:

@@ -192,8 +192,19 @@ def _build_bundle(
         _write_weights(path, bundle, weights, spec.part)
     shapes = _shapes_of(spec, bundle.graph)
     manifest = _finish_graph(bundle, spec, path, None, shapes, progress)
+    if Path(spec.source).name == BUNDLE_FILE and weights is None:  # the program is built again
+        manifest = _as_before(manifest, Path(spec.source).parent)
     notes = [*bundle.notes, *unused, *manifest.extra.get("notes", ())]
     return msgspec.structs.replace(manifest, extra={**manifest.extra, "notes": notes})
+
+
+def _as_before(manifest: Manifest, folder: Path) -> Manifest:
+    """Return the manifest with what the earlier build's says about the model's origin."""
+    with contextlib.suppress(RegistrationRefused):  # it is missing or damaged
+        before = load_manifest(folder)
+        extra = {**manifest.extra, "origin": before.extra.get("origin", "")}
+        manifest = msgspec.structs.replace(manifest, source=before.source, extra=extra)
+    return manifest
 
 
 def _weights_in(path: Path) -> dict[str, Weight]:

@@ -19,6 +19,7 @@ from .packing import Precision
 
 MAX_JOINED_BYTES: Final = 512 << 20  # maximum inputs of a padded batch; a worker copies them
 BUNDLE_FILE: Final = "program.bundle"  # in the folder of a program in graph mode
+ORIGIN: Final = ("file", "registered_at_s")  # fields of a spec that change no program
 TENSOR_ALIGN_BYTES: Final = 512  # as in torch's caching allocator, so all kernels accept it
 CACHE: Final = "cache"  # input with one row for each earlier place of a sequence
 PADS: Final = {"length": "count", "past": "used"}  # ``Manifest.pads`` of a program with a cache

@@ -9,7 +9,7 @@ import msgspec
 
 from ...base.errors import PermissionDenied, RegistrationRefused
 from ...ipc.messages.base import ModelName
-from ...programs.interface.layout import BUNDLE_FILE
+from ...programs.interface.layout import BUNDLE_FILE, ORIGIN
 from ..server.server_state import ServerState
 from ..state.core import Core
 from ..state.events import RegisterModelRequest
@@ -60,6 +60,8 @@ class Likes:
         spec |= {key: changes[key] for key in ("weights", *keys) if changes[key] or key in keys}
         if changes.get("adapter") or spec.get("adapter"):
             spec |= {"adapter": changes.get("adapter", ""), "origin": origin}
+        spec = {key: value for key, value in spec.items() if key not in ORIGIN}
+        spec |= {key: changes[key] for key in ORIGIN if key in changes}
         spec |= {"name": name, "part": changes.get("part", "")}
         return msgspec.msgpack.encode(spec)
 

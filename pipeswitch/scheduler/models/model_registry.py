@@ -13,7 +13,7 @@ from ...ipc.messages.base import ModelName, OpId
 from ...ipc.messages.builder import BuildDone, BuildFailed, BuildProgress
 from ...ipc.messages.daemon import ModelStored, StoreFailed, StoreModel
 from ...planning.planned_groups import PlannedFile
-from ...programs.interface.layout import Manifest, is_same_signature
+from ...programs.interface.layout import ORIGIN, Manifest, is_same_signature
 from ..memory import device_placement
 from ..requests.admission import Admission, changed_on_the_way
 from ..server.server_state import ServerState
@@ -462,7 +462,8 @@ def _taken(event: ev.RegisterModelRequest, old: Model, spec: bytes) -> errors.Al
     if is_leaving or old.tenant != event.tenant:
         why = "being unregistered" if is_leaving else "another client's"
         return errors.AlreadyExists(f'"{event.model}" is {why}', hint=hint)
-    skipped = {"name", "part", "allow_module_mode", *(("source", "weights") * (old.version > 1))}
+    changed = ("source", "weights") if old.version > 1 else ()
+    skipped = {"name", "part", "allow_module_mode", *ORIGIN, *changed}
     differs: dict[str, str] = {}
     with contextlib.suppress(msgspec.DecodeError, UnicodeError):
         was, now = map(decoded, (spec, event.spec))
