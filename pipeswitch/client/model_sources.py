@@ -33,6 +33,7 @@ PICKLED: Final = (".pt", ".pth", ".bin", ".ckpt")  # files that may contain weig
 WEIGHTS_ALONE: Final = (
     "it has only weights: pipeswitch register NAME package.module:function --weights FILE"
 )
+SHARDS: Final = ".index.json"  # names the files that contain parts of the weights
 _NO_PROGRAMS: Final = {
     ".onnx": "pip install onnx2torch; then client.register(NAME, onnx2torch.convert(FILE), "
     "example_inputs=(x,))",
@@ -141,13 +142,13 @@ class LocalSource:
             request = msgspec.structs.replace(request, **more)
             if self.example_inputs is not None and ":" in source and not source.startswith("put:"):
                 request = self._with_example(request)
-            if weights.endswith((*PICKLED, ".safetensors")) and not os.path.isfile(weights):
+            if weights.endswith((*PICKLED, ".safetensors", SHARDS)) and not os.path.isfile(weights):
                 raise InvalidInput(
                     f"no file {weights!r}", hint="weights must be a path on this machine"
                 )
-            if weights.endswith((*PICKLED, ".safetensors")):
+            if weights.endswith((*PICKLED, ".safetensors", SHARDS)):
                 request = msgspec.structs.replace(request, file=file_of(weights))
-            if weights.endswith(PICKLED):
+            if weights.endswith((*PICKLED, SHARDS)):
                 from ..programs.compiler.files import convert_weights
 
                 weights = str(self._folder / "weights.safetensors")
@@ -271,10 +272,11 @@ def here(source: str) -> str:
     """
     name, mark, wished = source.removeprefix("hf:").partition("#")
     path = os.path.expanduser(name)
-    if os.path.isdir(path):
+    if os.path.isdir(path) or (path.endswith(".gguf") and os.path.isfile(path)):
         return f"hf:{os.path.abspath(path)}{mark}{wished}"
     if path.startswith((".", "/")):
-        raise InvalidInput(f"no folder {name!r}", hint="one with config.json, or a hub's name")
+        hint = "one with config.json, a .gguf file, or a hub's name"
+        raise InvalidInput(f"no folder {name!r}", hint=hint)
     return source
 
 

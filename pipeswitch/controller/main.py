@@ -124,7 +124,7 @@ def _check_source(model: ModelConfig) -> None:
     """Refuse a source that does not exist, as far as that is known without a build."""
     kind, _, name = model.source.partition(":")
     path = os.path.expanduser(name.partition("#")[0])
-    if kind == "hf" and name.startswith((".", "/", "~")) and not os.path.isdir(path):
+    if kind == "hf" and name.startswith((".", "/", "~")) and not os.path.exists(path):
         raise InvalidInput(f"no folder {name!r}", hint="one with config.json, or a hub's name")
     elif kind not in ("hf", "torchvision") and name and find_spec(kind.partition(".")[0]) is None:
         raise InvalidInput(f"no module {kind!r}", hint="PYTHONPATH=FOLDER pipeswitch serve")

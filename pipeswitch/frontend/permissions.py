@@ -101,13 +101,13 @@ def check_source(
 
 
 # Files of a model's folder that a build reads; logs and checkpoints beside them do not count.
-_READ: Final = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "*/config.json")
+_READ: Final = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors", "*.gguf", "*/config.json")
 
 
 def _files_of(folder: str) -> list[str]:
     """Return the files of a model's folder that a build reads; none if it is a hub's name."""
     if not os.path.isdir(folder):
-        return []
+        return _regular([folder]) if folder.endswith(".gguf") else []
     patterns = [os.path.join(glob.escape(os.path.abspath(folder)), one) for one in _READ]
     return _regular(chain.from_iterable(map(glob.iglob, patterns)))
 

@@ -1,6 +1,10 @@
 """Text: language models; doors of OpenAI, Anthropic, Ollama and Triton; a chat in the terminal."""
 
-BUILDERS = {"embedding": "builders:embedding", "generate": "builders:DecoderBuilder"}
+BUILDERS = {
+    "embedding": "builders:embedding",
+    "generate": "builders:DecoderBuilder",
+    "gguf": "builders:gguf_notes",
+}
 COMMANDS = {"chat": "chat:chat", "generate": "chat:generate", "run": "chat:run"}
 DOORS = {
     "anthropic": "anthropic:anthropic_door",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Final
 
 from ...base.errors import RegistrationRefused
-from ...programs.compiler.export import WrappedModel
-from ...programs.compiler.model_folder import find, name_of, settings_in, unused_files
+from ...base.units import format_bytes
+from ...programs.compiler.export import WrappedModel, first_line
+from ...programs.compiler.model_folder import find, gguf_of, name_of, settings_in, unused_files
 from ...programs.interface.layout import KindSettings
+from ...programs.interface.odd_files import AGAIN, check_file
 from ...programs.spec import BuildSpec
 from .decoder import decoder, refuse_encoder
 from .decoding.generation_settings import (
@@ -75,8 +79,46 @@ class DecoderBuilder:
     def read_folder(self, wrapped: WrappedModel, spec: BuildSpec) -> tuple[KindSettings, list[str]]:
         tokenizer, notes = read_tokenizer(spec)
         files = () if tokenizer is None else TOKENIZER_FILES
-        notes += unused_files(spec, ["generation_config.json", *files])
+        if gguf := gguf_of(spec):
+            notes += gguf_notes(spec)
+        notes += unused_files(spec, ["generation_config.json", *files, *gguf.values()])
         return wrapped.settings(tokenizer), notes
+
+
+def gguf_notes(spec: BuildSpec) -> list[str]:
+    """Return a note that says what becomes of a GGUF file's weights.
+
+    Raises:
+        RegistrationRefused: a package is missing, or the file is none, damaged, or not to generate.
+    """
+    name = gguf_of(spec)["gguf_file"]
+    path = find(spec, name)
+    missing = [one for one in ("gguf", "accelerate") if importlib.util.find_spec(one) is None]
+    if path is None:
+        raise RegistrationRefused(name, "there is no such file", hint="hf:FOLDER/FILE.gguf")
+    if not spec.generate:
+        hint = f"pipeswitch register {spec.name} {spec.source} --generate"
+        raise RegistrationRefused(name, "a GGUF file is a language model", hint=hint)
+    if missing:
+        why = f"{' and '.join(missing)} not installed"
+        raise RegistrationRefused(name, why, hint="pip install 'pipeswitch[gguf]'")
+    return _read_gguf(path, name)
+
+
+@functools.cache
+def _read_gguf(path: Path, name: str) -> list[str]:
+    check_file(path, name)
+    try:
+        tensors = importlib.import_module("gguf").GGUFReader(path).tensors
+        kinds = sorted({one.tensor_type.name for one in tensors})
+        held_bytes = sum(int(one.n_bytes) for one in tensors)
+        plain_bytes = sum(4 * int(one.n_elements) for one in tensors)
+    except Exception as error:  # of numpy and of gguf, which has no class of its own
+        why = f"it is cut short or damaged ({first_line(error)[:80]})"
+        raise RegistrationRefused(name, why, hint=AGAIN) from None
+    note = f"{name}: its weights ({', '.join(kinds)}) are taken as float32"
+    sizes = f"{format_bytes(plain_bytes)} instead of {format_bytes(held_bytes)}"
+    return [f"{note}, {sizes}; --precision int8 or bf16 makes them smaller"]
 
 
 def embedding(
@@ -161,7 +203,8 @@ def read_tokenizer(spec: BuildSpec) -> tuple[Any, list[str]]:
     Raises:
         RegistrationRefused: it has files of a tokenizer that cannot be read.
     """
-    files = [file for file in VOCABULARIES if find(spec, file) is not None]
+    gguf = gguf_of(spec)
+    files = [*gguf.values()] or [file for file in VOCABULARIES if find(spec, file) is not None]
     if not files:
         return None, []
     from transformers import AutoTokenizer
@@ -170,7 +213,10 @@ def read_tokenizer(spec: BuildSpec) -> tuple[Any, list[str]]:
     names, why = ", ".join(files), ""
     try:
         fast = loader.from_pretrained(
-            name_of(spec), local_files_only=spec.weights != "pretrained", trust_remote_code=False
+            name_of(spec),
+            local_files_only=spec.weights != "pretrained",
+            trust_remote_code=False,
+            **gguf,
         )
         if not fast.is_fast:
             why = f"{type(fast).__name__} has no fast form"
@@ -182,7 +228,9 @@ def read_tokenizer(spec: BuildSpec) -> tuple[Any, list[str]]:
             raise ValueError("no vocabulary was found")
     except Exception as error:  # a file may raise any error
         why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
-        if not (_needs_more(spec) or isinstance(error, ImportError) or _lacks_package(files)):
+        if not (
+            gguf or _needs_more(spec) or isinstance(error, ImportError) or _lacks_package(files)
+        ):
             raise RegistrationRefused(
                 "tokenizer",
                 f"{names} cannot be read: {why}",

@@ -25,6 +25,7 @@ from ...base.errors import (
 )
 from ...base.units import escape_control_chars
 from ...cli import common, views
+from ...client.model_sources import here
 
 PATH: Final = "/v1/chat/completions"
 MOST_ASKED: Final = 32  # maximum number of models to check for a chat template
@@ -193,7 +194,7 @@ def run(source: str, prompt: str, name: str, **fields: Any) -> None:
     else:
         name = name or name_of(source)
         with common.connected() as client:
-            _register(client, name, local_folder(source))
+            _register(client, name, here(source))
     click.get_current_context().invoke(chat, name=name, prompt=prompt, **fields)
 
 
@@ -244,13 +245,6 @@ def name_of(source: str) -> str:
     return re.sub("[^a-z0-9._-]+", "-", last.lower()).strip("-.") or "chat"
 
 
-def local_folder(source: str) -> str:
-    """Return ``hf:FOLDER`` with its full path, since the server has another working directory."""
-    path, mark, cls = source.removeprefix("hf:").partition("#")
-    path = os.path.expanduser(path)
-    return f"hf:{os.path.abspath(path)}{mark}{cls}" if os.path.isdir(path) else source
-
-
 def _register(client: Any, name: str, source: str) -> None:
     known = {row["name"]: row for row in client.models()}
     if name in known:
@@ -296,7 +290,7 @@ def _advice(client: Any, name: str) -> str:
     elif name in sources:
         advice.append(f"pipeswitch infer {name} --random")
     elif "/" in name or os.path.isdir(name):
-        return f"pipeswitch run {local_folder('hf:' + name.removeprefix('hf:'))}"
+        return f"pipeswitch run {here('hf:' + name.removeprefix('hf:'))}"
     return "; or ".join([*advice, EXAMPLE])
 
 

@@ -5,22 +5,25 @@ A bundle from a ``.pt2`` file has the same open dimensions as the file.
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ...base.errors import RegistrationRefused
 from ..interface.dims import MAX_EXTENT, values_of
-from ..interface.odd_files import check_file, holds_program
+from ..interface.odd_files import AGAIN, check_file, holds_program
 from ..running.values import flatten_outputs, is_tensor
 from .checking import resized
 from .dynamic import ENDLESS, asked_axes, names_for
 from .export import export_module_to_bundle, first_line
 from .export_lock import one_export_at_a_time
+from .model_folder import listed
 from .naming import Flat, named_inputs
 from .sources import OpenShapes, checked_inputs, example_specs
 from .verify import acceptable_inputs
@@ -83,7 +86,7 @@ def convert(
 
 
 def convert_weights(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
-    """Convert a state dict that ``torch.save`` wrote to a safetensors file.
+    """Convert a state dict that ``torch.save`` wrote, or the shards of an index, to safetensors.
 
     Raises:
         RegistrationRefused: the file cannot be read, or contains something else.
@@ -99,9 +102,9 @@ def convert_weights(path: str | os.PathLike[str], out: str | os.PathLike[str]) -
             hint=f"pipeswitch register NAME {os.path.basename(path)} --input 8x3x224x224:float32",
         )
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's warnings are about sparse tensors
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        content = _joined(path) if os.fspath(path).endswith(".index.json") else _unpickled(path)
+    except RegistrationRefused:
+        raise
     except FileNotFoundError:
         raise
     except Exception as error:  # an UnpicklingError, or any error for a damaged file
@@ -121,6 +124,36 @@ def convert_weights(path: str | os.PathLike[str], out: str | os.PathLike[str]) -
             hint=f"state[{sparse[0]!r}] = state[{sparse[0]!r}].to_dense(), before torch.save",
         )
     save_file({name: value.clone().contiguous() for name, value in content.items()}, out)
+
+
+def _unpickled(path: str | os.PathLike[str]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's warnings are about sparse tensors
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _joined(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the tensors of all shards that an index names (``model.safetensors.index.json``).
+
+    Raises:
+        RegistrationRefused: the index is damaged, or a shard or one of its tensors is missing.
+    """
+    index, part = Path(path), f"weights {os.fspath(path)!r}"
+    try:
+        places: dict[str, str] = {**json.loads(index.read_text("utf-8"))["weight_map"]}
+        shards = sorted({index.parent / os.path.basename(name) for name in places.values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"it is not an index of shards ({first_line(error)[:80]})"
+        raise RegistrationRefused(part, why, hint="a file with weight_map") from None
+    tensors: dict[str, Any] = {}
+    for shard in shards:
+        if not shard.is_file():
+            raise RegistrationRefused(part, f"its shard {shard.name} is missing", hint=AGAIN)
+        check_file(shard, f"shard {shard.name}")
+        tensors |= load_file(shard) if shard.suffix == ".safetensors" else _unpickled(shard)
+    if missing := sorted(places.keys() - tensors):
+        raise RegistrationRefused(part, listed(missing, "its shards lack "), hint=AGAIN)
+    return tensors
 
 
 @one_export_at_a_time()

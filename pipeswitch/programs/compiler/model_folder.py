@@ -19,6 +19,7 @@ MAX_NAMED: Final = 8  # number of unused files that a note names
 MAX_SETTINGS_BYTES: Final = 16 << 20  # a settings file that is larger is damaged
 # Files that transformers reads with the weights, beside ``*.safetensors``.
 MODEL_FILES: Final = ("config.json", "model.safetensors.index.json")
+GGUF: Final = ".gguf"
 ADAPTER: Final = "adapter_config.json"
 _SAID: Final = {  # file -> what is left out with it
     "preprocessor_config.json": "requests are not preprocessed: send what the processor returns",
@@ -31,8 +32,25 @@ _UNREACHED: Final[set[str]] = set()  # hub's names whose hub this build could no
 
 
 def name_of(spec: BuildSpec) -> str:
-    """Return the folder or the hub's name of a source ``hf:NAME#CLASS``."""
-    return spec.source.partition(":")[2].partition("#")[0]
+    """Return the folder or the hub's name of a source ``hf:NAME#CLASS``; a GGUF file's folder."""
+    name = spec.source.partition(":")[2].partition("#")[0]
+    return os.path.dirname(name) if name.endswith(GGUF) else name
+
+
+def gguf_of(spec: BuildSpec) -> dict[str, str]:
+    """Return transformers' argument for a GGUF file, or a folder with one instead of config.json.
+
+    Raises:
+        RegistrationRefused: the folder has several.
+    """
+    name = spec.source.partition(":")[2].partition("#")[0]
+    files = [os.path.basename(name)] if name.endswith(GGUF) else []
+    if not files and os.path.isdir(name) and not os.path.exists(os.path.join(name, MODEL_FILES[0])):
+        files = sorted(one for one in os.listdir(name) if one.endswith(GGUF))
+    if len(files) > 1:
+        why = listed(files, "it has several GGUF files: ")
+        raise RegistrationRefused(f"source hf:{name}", why, hint=f"name one: hf:{name}/{files[0]}")
+    return {"gguf_file": files[0]} if files else {}
 
 
 def find(spec: BuildSpec, file: str) -> Path | None:
@@ -89,6 +107,8 @@ def unused_files(spec: BuildSpec, used: Iterable[str] = ()) -> list[str]:
     """Return notes that name each unused file of a local folder.
     ``used`` has the names of files that an extra uses."""
     folder = Path(name_of(spec))
+    if spec.source.partition("#")[0].endswith(GGUF):
+        return []  # the source is one file
     if not folder.is_dir():
         is_unsure = spec.weights == "pretrained" and name_of(spec) in _UNREACHED
         return ["the hub was not reached: a file that is not in the cache was not used"] * is_unsure

@@ -319,9 +319,12 @@ def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], 
         raise RegistrationRefused(
             f"source hf:{name}", "transformers is not installed: pip install 'pipeswitch[hf]'"
         ) from error
-    name, _, wished = name.partition("#")
+    _, _, wished = name.partition("#")
+    name, gguf = model_folder.name_of(spec), model_folder.gguf_of(spec)
+    if gguf:
+        BUILDERS.load("gguf")(spec)
     is_pretrained = spec.weights == "pretrained"
-    config = _config(transformers, name, is_pretrained)
+    config = _config(transformers, name, is_pretrained, gguf)
     model_folder.refuse_adapter(spec)
     _refuse_kernels(name, config)
     bare: Any = transformers.AutoModel  # untyped upstream
@@ -341,6 +344,7 @@ def _transformers(name: str, spec: BuildSpec) -> tuple[Callable[[], nn.Module], 
                 use_safetensors=True,
                 output_loading_info=True,
                 **_as_plain_tensors(name, config),
+                **gguf,
             )
             _refuse_missing(f"weights of hf:{name}", sorted(report["missing_keys"]), cls.__name__)
             is_quantized = getattr(config, "quantization_config", None) is not None
@@ -446,13 +450,13 @@ def _usual_inputs(cls: Any, config: Any) -> OpenShapes:
     return inputs
 
 
-def _config(transformers: Any, name: str, is_pretrained: bool) -> Any:
+def _config(transformers: Any, name: str, is_pretrained: bool, gguf: dict[str, str]) -> Any:
     if name in _WELL_KNOWN and not is_pretrained:
         model_type, changes = _WELL_KNOWN[name]
         return transformers.AutoConfig.for_model(model_type, **changes)
     try:
         return transformers.AutoConfig.from_pretrained(
-            name, local_files_only=not is_pretrained, trust_remote_code=False
+            name, local_files_only=not is_pretrained, trust_remote_code=False, **gguf
         )
     except Exception as error:  # a hub client's errors share no base class
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
@@ -461,7 +465,7 @@ def _config(transformers: Any, name: str, is_pretrained: bool) -> Any:
         raise RegistrationRefused(
             f"source hf:{name}",
             f"its configuration cannot be read: {why}",
-            hint=f"known without a folder or a hub: {', '.join(_WELL_KNOWN)}",
+            hint="" if gguf else f"known without a folder or a hub: {', '.join(_WELL_KNOWN)}",
         ) from error
 
 

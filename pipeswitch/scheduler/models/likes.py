@@ -43,9 +43,10 @@ class Likes:
         if not event.like:
             return None
         name = self._versions.aliases.names.get(event.like, event.like)
-        model = self._machine.models.get(name) if AT in name else self._versions.current(name)
+        first = ModelName(name.removesuffix(f"{AT}1"))  # its record has the plain name
+        model = self._machine.models.get(first) if AT in name else self._versions.current(name)
         if model is None or model.state.state is ModelState.LEAVING:
-            raise not_found(event.like)
+            raise not_found(event.like, model=event.like)
         if model.tenant != event.tenant:
             raise PermissionDenied(f'"{event.like}" is another client\'s')
         return model

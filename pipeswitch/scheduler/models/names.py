@@ -302,6 +302,6 @@ class Names:
             self.remember(model)
 
 
-def not_found(name: str) -> ModelNotFound:
-    """Return the error for an unknown model."""
-    return ModelNotFound(f'no model "{name}"', hint="pipeswitch models")
+def not_found(name: str, **data: str) -> ModelNotFound:
+    """Return the error for an unknown model; ``data`` if it is not the request's own."""
+    return ModelNotFound(f'no model "{name}"', hint="pipeswitch models", **data)

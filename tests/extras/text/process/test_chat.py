@@ -21,7 +21,8 @@ import torch
 from process_tools import COMMAND, DEADLINE_S, Checked, checked_server, command, mlp, until
 
 from pipeswitch.base.errors import InvalidInput, ModelNotFound, ServerUnavailable
-from pipeswitch.extras.text.chat import Chat, local_folder, name_of
+from pipeswitch.client.model_sources import here
+from pipeswitch.extras.text.chat import Chat, name_of
 from tests.models.words import published
 
 transformers = pytest.importorskip("transformers")
@@ -204,5 +205,5 @@ def test_a_source_gives_a_name_and_a_full_path(tmp_path: Path, monkeypatch: Any)
         assert name_of(source) == name
     (tmp_path / "m").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert local_folder("hf:m#X") == local_folder("hf:./m/#X") == f"hf:{tmp_path}/m#X"
-    assert local_folder("hf:org/m") == "hf:org/m"
+    assert here("hf:m#X") == here("hf:./m/#X") == f"hf:{tmp_path}/m#X"
+    assert here("hf:org/m") == "hf:org/m"
