@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +117,14 @@ def test_a_file_and_a_command_name_it_and_it_survives_a_restart(tmp_path: Path) 
     ):
         rows = {row["name"]: row for row in client.models()}
         assert 'no model "none"' in rows["lost"]["reason"]
+        assert re.fullmatch(r"file two.safetensors, 20[-0-9]{8} [0-9:]{5}", rows["two"]["source"])
         words = "register", "three", "--like", "two", "--weights", weights
         done = command("--host", running.ipc_address, *words)
         assert done.returncode == 0, done.stderr
         client.unregister("base")
         client.unregister("two")
+        before = client.show("three")
     with server(state_dir=state) as running, running.client() as client, torch.no_grad():
+        for key in ("source", "file", "registered_at"):
+            assert client.show("three")[key] == before[key]
         torch.testing.assert_close(client.infer("three", x).value, module(x))
