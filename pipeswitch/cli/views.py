@@ -57,6 +57,7 @@ _RANKS: Final = (
 )
 BUSY: Final = {state: rank for rank, states in enumerate(_RANKS) for state in states}
 """Rank of each state in a listing; other states (ended, failed) come last."""
+WITHOUT_KEY: Final = "callers without a key or token"
 REFRESH_S: Final = 0.5  # interval of refreshes of --watch and top
 STATE_STYLES: Final = {
     "active": "bold green",
@@ -305,8 +306,8 @@ def cell(column: str, value: Any) -> Text:
     value = printed(value)
     if value is None or value == "":
         return Text("")
-    if column == "name" and value == ANYONE:
-        return Text("(no key)")
+    if column in ("name", "tenant") and value == ANYONE:
+        return Text(WITHOUT_KEY)
     if column in ("state", "residency"):
         return Text(str(value), style=STATE_STYLES.get(str(value), ""))
     if column in ("bytes", *PS_SIZES) or (column in ("device", "host") and type(value) is int):
@@ -344,7 +345,7 @@ def _plain(key: str, value: Any) -> Any:
     """Return a nested value as one text: ``x [batch, 3] float32; y [batch] int64``."""
     if isinstance(value, Mapping):
         parts = [
-            f"{name} {_plain(f'{key} {name}', item)}"
+            f"{WITHOUT_KEY if name == ANYONE else name} {_plain(f'{key} {name}', item)}"
             for name, item in value.items()
             if item is not None
         ]
@@ -448,7 +449,11 @@ def dashboard(about: Mapping[str, Any], rows: Any, stats: Mapping[str, Any]) -> 
     store = _memory("store", stats, int(stats.get("store_offloaded_bytes", 0)), "offloaded")
     sequences_bytes = sum(row.get("sequence_bytes", 0) + row.get("spare_bytes", 0) for row in rows)
     pool = _memory("pool", stats, sequences_bytes, "of sequences")
-    return Group(head, arena, store, pool, Text(""), ps_table(rows))
+    last = stats.get("last_error")
+    error = (
+        [Text(f"last error  {printed(last['model'])}: {printed(last['error'])}")] if last else []
+    )
+    return Group(head, *error, arena, store, pool, Text(""), ps_table(rows))
 
 
 def _memory(name: str, stats: Mapping[str, Any], part: int, what: str) -> Text:

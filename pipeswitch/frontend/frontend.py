@@ -455,6 +455,7 @@ class Frontend:
             **body,
             **self.requests.counts.as_dict(),
             "inference": self.requests.inference.as_dict(),
+            "last_error": self.requests.last_error,
             "clients": len(self.sessions.clients),
             "malformed": self.sessions.complaints.count,
             "queue_full": self.requests.queue_full_count,

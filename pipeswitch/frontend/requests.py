@@ -33,6 +33,7 @@ from .transport.replies import answer_frames, output_outside
 _logger = logging.getLogger(__name__)
 
 MAX_NAME_CHARS: Final = 64  # logged part of a refused request's model name: it may be any text
+MAX_ERROR_CHARS: Final = 120  # of the last error that ``top`` shows
 INFERS: Final = ("infer", "generate")  # verbs that are counted and logged as inference
 
 Handler = Callable[[Session, RequestHeader, Sequence[Any]], None]
@@ -102,6 +103,7 @@ class Requests:
         self.counts = Counters()  # requests of all verbs
         self.inference = Counters()  # requests of the verbs in INFERS
         self.queue_full_count = 0  # requests that ended with QueueFull
+        self.last_error = dict[str, str]()  # of inference: its model and text
 
     @property
     def next_token(self) -> Token:
@@ -237,6 +239,9 @@ class Requests:
             self.pool.release_reply(pending.allocation)
         if pending.run is not None:
             pending.run.free()
+        if pending.op in INFERS and is_sent and answer.error is not None:
+            text = f"{type(answer.error).__name__}: {answer.error.message[:MAX_ERROR_CHARS]}"
+            self.last_error = {"model": pending.model, "error": text}
         if pending.op in INFERS and (self._log.is_on or answer.error is not None):
             self._log.note(
                 answer,

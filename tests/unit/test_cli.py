@@ -839,17 +839,21 @@ def test_top_shows_what_jobs_hold_and_what_streams() -> None:
         "store_capacity_bytes": 64 << 20,
         "store_offloaded_bytes": 3 << 20,
         "pool_capacity_bytes": 9 << 20,
+        "last_error": {"model": "a", "error": "QueueFull: no\nroom"},
     }
+    anyone = {"name": "*", "kind": "tenant", "device": 0}
     large |= {"tokens": 70, "sequences": 2, "sequence_bytes": 2 << 20, "spare_bytes": 1 << 20}
     anew = {"name": "anew", "kind": "model", "device": 0, "tokens": 3}
     views.add_rates([large, anew, job], {"large": 20, "anew": 100}, 4.0)
     assert (large["tokens_per_s"], anew["tokens_per_s"]) == (12.5, 0.0)
     console = Console(width=200, file=io.StringIO())
-    console.print(views.dashboard({}, [large, job], stats))
+    console.print(views.dashboard({}, [large, job, anyone], stats))
     output = console.file.getvalue()
     assert "10.00 MiB of 40.00 MiB, 8.00 MiB of jobs" in output
     assert "64.00 MiB of 64.00 MiB, 3.00 MiB offloaded" in output
     assert "tokens/s 12.5" in output
+    assert "last error  a: QueueFull: no" in output
+    assert "callers without a key or token" in output
     assert "9.00 MiB of 9.00 MiB, 3.00 MiB of sequences" in output
     titles = "DEVICE ACTIVATIONS HOST OFFLOADED STREAMED SEQUENCES TOKENS TOKENS/S KEPT PRIO"
     assert [one for one in output.split() if one in titles.split()] == titles.split()

@@ -210,6 +210,7 @@ def test_the_end_of_each_inference_is_a_line(
     answer = msgspec.structs.replace(output(good), timing=timing)
     sent(ended(requests, good, answer))
     sent(ended(requests, bad, Reply(token=bad.token, error=TaskFailed("no"))))
+    assert requests.last_error == {"model": bad.model, "error": "TaskFailed: no"}
     ended(requests, gone, output(gone)).on_end(False)
     listing = requests.accept(client, RequestHeader(v=1, op="models", id="models"))
     sent(ended(requests, listing, Reply(token=listing.token)))
