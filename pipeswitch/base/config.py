@@ -584,6 +584,7 @@ def _with_directories(config: Config, environ: Mapping[str, str]) -> Config:
             model,
             source=_absolute_file(model.source, ".bundle"),
             weights=_absolute_file(model.weights, ".safetensors"),
+            adapter=model.adapter and _absolute(model.adapter),
         )
         for model in config.models
     )

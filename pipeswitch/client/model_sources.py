@@ -37,6 +37,7 @@ SHARDS: Final = ".index.json"  # names the files that contain parts of the weigh
 _NO_PROGRAMS: Final = {
     ".onnx": "pip install onnx2torch; then client.register(NAME, onnx2torch.convert(FILE), "
     "example_inputs=(x,))",
+    ".gguf": "pipeswitch register NAME hf:FILE --generate",
     ".safetensors": WEIGHTS_ALONE,
     ".ckpt": WEIGHTS_ALONE,
     ".py": "a model's code is package.module:function; a script that trains: pipeswitch train FILE",

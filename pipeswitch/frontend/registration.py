@@ -106,6 +106,9 @@ def check_origin(request: RegisterRequest, caller: Principal, rules: Rules) -> C
     if request.adapter:
         if not caller.is_owner:  # else a hub's name could mean a folder of the server
             raise owners_only(request.adapter)
+        if not os.path.isdir(request.adapter):
+            what = f"no folder {request.adapter!r} on the server's machine"
+            raise InvalidInput(what, hint="one with adapter_config.json, of peft's save_pretrained")
         adapter = check_source(f"hf:{request.adapter}", "", "", caller, rules)
         source = replace(source, owner_files=source.owner_files + adapter.owner_files)
     check_function("preprocess", request.preprocess, request.raw, caller, rules)

@@ -81,7 +81,8 @@ def test_only_the_owner_names_the_folder_of_an_adapter(adapter: str) -> None:
     asked = RegisterRequest(like="m", adapter=adapter)
     with pytest.raises(PermissionDenied, match=adapter):
         check_origin(asked, STRANGER, Rules())
-    check_origin(asked, OWNER, Rules())
+    with pytest.raises(InvalidInput, match="no folder"):
+        check_origin(asked, OWNER, Rules())
 
 
 def test_only_the_owner_names_the_address_that_a_request_comes_from() -> None:

@@ -94,7 +94,7 @@ def gguf_notes(spec: BuildSpec) -> list[str]:
     name = gguf_of(spec)["gguf_file"]
     path = find(spec, name)
     missing = [one for one in ("gguf", "accelerate") if importlib.util.find_spec(one) is None]
-    if path is None:
+    if path is None or not path.is_file():
         raise RegistrationRefused(name, "there is no such file", hint="hf:FOLDER/FILE.gguf")
     if not spec.generate:
         hint = f"pipeswitch register {spec.name} {spec.source} --generate"

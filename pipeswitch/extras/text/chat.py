@@ -289,7 +289,7 @@ def _advice(client: Any, name: str) -> str:
         advice.append(f"if it is a causal model: pipeswitch run {source} --name {name}-chat")
     elif name in sources:
         advice.append(f"pipeswitch infer {name} --random")
-    elif "/" in name or os.path.isdir(name):
+    elif "/" in name or os.path.exists(name):
         return f"pipeswitch run {here('hf:' + name.removeprefix('hf:'))}"
     return "; or ".join([*advice, EXAMPLE])
 

@@ -41,7 +41,8 @@ def merged(model: nn.Module, folder: str) -> nn.Module:
             return result
     except Exception as error:  # errors of peft and safetensors share no base class
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
-        raise RegistrationRefused("adapter", f"it cannot be merged: {why}") from error
+        hint = f"save_pretrained(FOLDER) of peft writes {ADAPTER} and {WEIGHTS}"
+        raise RegistrationRefused("adapter", f"it cannot be merged: {why}", hint=hint) from error
     why = f"its {kind} changes no weights, so it cannot be merged"
     if wrong:
         why = listed(sorted(wrong), f"its {WEIGHTS} does not fit {ADAPTER} and the model: ")

@@ -137,13 +137,15 @@ def load_source(spec: BuildSpec) -> Loaded:
         RegistrationRefused: there is no such model, or its weights are unavailable or do not fit.
     """
     imported_before = frozenset(sys.modules)
+    if spec.adapter and not spec.source.startswith("hf:"):
+        hint = "register the whole model, with the adapter's weights merged"
+        raise RegistrationRefused("adapter", "it is for a model of a source hf:NAME", hint=hint)
     construct, usual = _constructor(spec)
     seed = _seed(spec.weights)
     with seeded(seed):
         module = _with_weights(spec, construct)
     if spec.adapter:
-        if not isinstance(module, _ByPosition):
-            raise RegistrationRefused("adapter", "it is for a model of a source hf:NAME")
+        assert isinstance(module, _ByPosition)
         module.model = merged(module.model, spec.adapter)
     refuse_engines(module)
     for child in module.modules():
@@ -465,7 +467,9 @@ def _config(transformers: Any, name: str, is_pretrained: bool, gguf: dict[str, s
         raise RegistrationRefused(
             f"source hf:{name}",
             f"its configuration cannot be read: {why}",
-            hint="" if gguf else f"known without a folder or a hub: {', '.join(_WELL_KNOWN)}",
+            hint="give the checkpoint that it was made from: hf:NAME"
+            if gguf
+            else f"known without a folder or a hub: {', '.join(_WELL_KNOWN)}",
         ) from error
 
 

@@ -74,8 +74,11 @@ def test_a_gguf_file_answers_as_transformers_loads_it(tmp_path: Path) -> None:
         assert any("(F32, Q8_0)" in note for note in row["notes"])
         client.register("q4", f"hf:{tmp_path}/q4", generate=True, precision="exact")
         words = "register", "plain", f"hf:{tmp_path}/plain/tiny.gguf", "--generate"
-        done = command("--host", checked.running.ipc_address, *words, "--precision", "int8")
+        done = command("--host", checked.running.ipc_address, *words)
         assert done.returncode == 0, done.stderr
+        small = {"generate": True, "precision": "int8"}
+        row = client.register("small", f"hf:{tmp_path}/q8/tiny.gguf", **small)
+        assert row["precision"]["name"] == "int8"
         for name in kinds:
             cls = transformers.AutoModelForCausalLM
             model = cls.from_pretrained(tmp_path / name, gguf_file="tiny.gguf")
@@ -92,6 +95,7 @@ def test_a_wrong_gguf_file_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "cut.gguf").write_bytes(data[: len(data) // 2])
     (tmp_path / "other.gguf").write_bytes(b"GGUX" + data[4:])
     (tmp_path / "empty.gguf").touch()
+    (tmp_path / "folder.gguf").mkdir()
     written(tmp_path / "odd.gguf", architecture="rwkv9")
     cases = {
         "/cut.gguf": "cut short",
@@ -99,13 +103,14 @@ def test_a_wrong_gguf_file_is_refused_in_words(tmp_path: Path) -> None:
         "/empty.gguf": "it is empty",
         "/odd.gguf": "rwkv9",
         "/none.gguf": "no folder",
+        "/folder.gguf": "no folder|no such file",
         "": "several GGUF files: cut.gguf",
     }
     with checked_server() as checked:
         for file, text in cases.items():
             with pytest.raises(PipeSwitchError, match=text) as refusal:
                 checked.client.register("m", f"hf:{tmp_path}{file}", generate=True)
-            assert refusal.value.hint or file == "/odd.gguf"
+            assert refusal.value.hint
         with pytest.raises(PipeSwitchError, match="is a language model"):
             checked.client.register("m", f"hf:{tmp_path}/good.gguf", weights="pretrained")
 
