@@ -27,26 +27,26 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 GIB: Final = 1 << 30
 
 NEEDS_GIB: Final = {
-    "switch": 0.0,
+    "switch": 12.0,
     "variants": 0.0,
     "swap": 0.0,
-    "throughput": 0.0,
-    "pipeline": 0.0,
+    "throughput": 5.5,
+    "pipeline": 2.0,
     "memory": 1.5,
-    "workers": 6.0,
+    "workers": 7.0,
     "state": 3.5,
-    "interference": 0.0,
+    "interference": 2.0,
     "request-path": 0.0,
     "gateway": 0.0,
     "crowd": 0.0,
     "training": 0.0,
-    "devices": 0.0,
-    "shared-input": 0.0,
+    "devices": 1.6,
+    "shared-input": 1.3,
     "generation": 0.0,
     "peers": 0.0,
     "precision": 0.0,
 }
-"""Memory that each benchmark's own models need; 0: not measured."""
+"""Memory of a quick run, in proportion to the full run's largest model; 0: not measured."""
 NAMES: Final = tuple(NEEDS_GIB)  # each has a module with ``run``
 
 

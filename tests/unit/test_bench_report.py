@@ -201,7 +201,7 @@ def test_a_stopped_run_writes_what_it_has_measured(monkeypatch, tmp_path) -> Non
 
 def test_too_little_memory_is_said_before_anything_is_measured(monkeypatch) -> None:
     monkeypatch.setattr("benchmarks.__main__.available_bytes", lambda: 217 << 20)
-    for name in ("memory", "state", "workers"):
+    for name in papers.benchmarks():
         with pytest.raises(InvalidInput, match=rf"{name} needs .+ GiB .+ has 0\.2"):
             run([name], is_quick=True, emit=lambda line: pytest.fail(line))
 
