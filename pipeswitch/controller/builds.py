@@ -22,24 +22,11 @@ from ..base.failpoints import reach
 from ..ipc.messages.base import Message, ModelName
 from ..ipc.messages.builder import BuildDone, BuildFailed, BuildProgress, BuildSettings
 from ..planning import planned_files
+from ..programs import spec as specs
 from ..programs.compiler.build_process import work_prefix
 from ..programs.graphs.manifest_check import check_claims
 from ..programs.interface.layout import Manifest
 from ..programs.interface.packing import Layout
-from ..programs.spec import (
-    BUNDLE_FILE,
-    MANIFEST_FILE,
-    BuildSpec,
-    files_of,
-    is_batched_as_requested,
-    is_checked,
-    is_packed_for,
-    is_same_content,
-    load_manifest,
-    needs_more,
-    rebuild_spec,
-    save_manifest,
-)
 from ..scheduler.state.events import Address, Exited, Received, StartBuild, SweepPrograms
 from .device_effects import HelperEffects, ServerContext
 from .folders import DIGEST
@@ -50,7 +37,7 @@ log = logging.getLogger(__name__)
 def _copied_bytes(spec: bytes) -> int:
     """Return the size of the files that a build copies before it checks them; at least 1."""
     total_bytes = 1
-    for path in files_of(spec):
+    for path in specs.files_of(spec):
         with contextlib.suppress(OSError):  # the builder reports a missing file with a better text
             total_bytes += path.stat().st_size
     return total_bytes
@@ -108,8 +95,8 @@ class Builds:
             # Report an exit although no builder was forked: the next build waits for it.
             self._take(Exited(_builder(command), 0))
             return
-        if digest and (self._places.models / digest / BUNDLE_FILE).exists():
-            spec = rebuild_spec(spec, self._places.models / digest)
+        if digest and (self._places.models / digest / specs.BUNDLE_FILE).exists():
+            spec = specs.rebuild_spec(spec, self._places.models / digest)
         elif refusal := self._disk.refusal(command.tenant, _copied_bytes(spec), "a program"):
             self._refuse(command, refusal)
             self._take(Exited(_builder(command), 0))
@@ -178,13 +165,13 @@ class Builds:
             disk_bytes=max(1, self._disk.left_bytes(command.tenant)),
             is_owners=not command.tenant,
         )
-        environment = [self._memory.environment] if needs_more(spec) else []
+        environment = [self._memory.environment] if specs.needs_more(spec) else []
         self._children.fork(builder, "pipeswitch-bld", settings, environment, on_message, on_exit)
 
     def manifest_of(self, digest: str) -> Manifest | None:
         """Return the manifest of a program on the disk; None if it is unreadable."""
         try:
-            return load_manifest(self._places.models / digest)
+            return specs.load_manifest(self._places.models / digest)
         except RegistrationRefused:
             return None
 
@@ -202,7 +189,7 @@ class Builds:
 
     def _kept_of(self, spec: bytes) -> Manifest | None:
         """Return the manifest of the program on disk that the build started from, else None."""
-        decoded = msgspec.msgpack.decode(spec, type=BuildSpec)
+        decoded = msgspec.msgpack.decode(spec, type=specs.BuildSpec)
         folder = Path(decoded.source).parent
         is_kept = folder.parent == self._places.models and not (decoded.weights or decoded.adapter)
         return self.manifest_of(folder.name) if is_kept else None
@@ -212,9 +199,12 @@ class Builds:
         server, or its manifest is missing, or is damaged and its bundle is there."""
         folder = self._places.models / digest
         if manifest is None:  # ``_built`` reports a damaged manifest if there is no bundle
-            return (folder / MANIFEST_FILE).exists() and not (folder / BUNDLE_FILE).exists()
+            has_bundle = (folder / specs.BUNDLE_FILE).exists()
+            return (folder / specs.MANIFEST_FILE).exists() and not has_bundle
         layout: Layout = "onednn" if self._sizes.packs_weights else "torch"
-        return is_checked(manifest) and is_packed_for(manifest, layout, self._sizes.threads)
+        return specs.is_checked(manifest) and specs.is_packed_for(
+            manifest, layout, self._sizes.threads
+        )
 
     def _publish(
         self, command: StartBuild, message: BuildDone, spec: bytes, known_digest: str = ""
@@ -230,21 +220,21 @@ class Builds:
             self._refuse(command, nonsense)
             return
         try:
-            built = load_manifest(self._places.models / message.folder)
-            if built.mode == "module" and not needs_more(spec):
+            built = specs.load_manifest(self._places.models / message.folder)
+            if built.mode == "module" and not specs.needs_more(spec):
                 raise RegistrationRefused(
                     "build", "its builder returned code that was not requested"
                 )
             if built.mode == "graph":
                 check_claims(built)
-                if not is_checked(built):
+                if not specs.is_checked(built):
                     raise RegistrationRefused(
                         "build", "its builder cannot read torch's version", hint="pipeswitch doctor"
                     )
             before = self._kept_of(spec)
-            if before is not None and not is_same_content(before, built):
+            if before is not None and not specs.is_same_content(before, built):
                 raise RegistrationRefused("bundle", "its file on disk is damaged")
-            if not is_batched_as_requested(built, spec):
+            if not specs.is_batched_as_requested(built, spec):
                 raise RegistrationRefused("build", "requests are batched as its owner asked")
             digest = self._places.name_for(command.tenant, message.digest)
             if before is None and known_digest not in ("", digest):
@@ -252,7 +242,7 @@ class Builds:
             message = msgspec.structs.replace(message, digest=digest)
             if built.digest != digest:
                 built = msgspec.structs.replace(built, digest=digest)
-                save_manifest(self._places.models / message.folder, built)
+                specs.save_manifest(self._places.models / message.folder, built)
             if self._disk.digest_of(command.model) == digest:  # the files on disk were damaged
                 self._remove_files(self._places.take_away_program(digest))
             self._places.publish(message.folder, digest)
@@ -274,7 +264,7 @@ class Builds:
         builder = _builder(message)
         reach("build.done")
         try:
-            manifest = load_manifest(self._places.models / message.digest)
+            manifest = specs.load_manifest(self._places.models / message.digest)
         except RegistrationRefused as error:
             failed = BuildFailed(
                 model=message.model,

@@ -21,15 +21,7 @@ from ..base.roles import URGENT_PRIORITY, Role
 from ..base.worker_thread import WorkerThread
 from ..ipc.messages.base import ModelName, SlabTensor
 from ..ipc.messages.run import Run
-from ..scheduler.state.events import (
-    CancelRequest,
-    Event,
-    InferArrived,
-    ModelAvailable,
-    Origin,
-    PrefetchHint,
-    Reply,
-)
+from ..scheduler.state import events as ev
 from ..wire.frames import RequestHeader, decode_request
 from .announced_models import AnnouncedModels
 from .intake import validation
@@ -48,7 +40,7 @@ class IncomingRequest(msgspec.Struct, kw_only=True, eq=False):
     """Origin and other fields of a request that is not yet an event."""
 
     client: Session
-    origin: Origin  # its caller is the client's tenant, or the one that the gateway names
+    origin: ev.Origin  # its caller is the client's tenant, or the one that the gateway names
     version: int = 0  # 0: the current version
     trace_id: str = ""
     options: SequenceOptions | None = None  # the request's fields about its sequence
@@ -79,8 +71,8 @@ class Inference:
         self,
         requests: Requests,
         *,
-        take: Callable[[Event], None],
-        answer: Callable[[Reply], None],
+        take: Callable[[ev.Event], None],
+        answer: Callable[[ev.Reply], None],
         call_soon: Callable[[Callable[[], None]], None],
         now_ms: Callable[[], float],
         max_bytes: int,
@@ -106,7 +98,7 @@ class Inference:
         """Return the fields of a request that arrives now from this client."""
         return IncomingRequest(
             client=client,
-            origin=Origin(
+            origin=ev.Origin(
                 arrived_at_ms=self.now_ms(),
                 caller=client.principal.tenant,
                 connection=client.session,
@@ -114,7 +106,7 @@ class Inference:
         )
 
     def read_urgency(
-        self, arrival: IncomingRequest, header: RequestHeader, announced: ModelAvailable
+        self, arrival: IncomingRequest, header: RequestHeader, announced: ev.ModelAvailable
     ) -> None:
         """Read a request's priority and deadline. Raises InvalidInput, PermissionDenied."""
         priority, deadline_at_ms = announced.priority, None
@@ -167,10 +159,10 @@ class Inference:
         self,
         arrival: IncomingRequest,
         options: SequenceOptions,
-        announced: ModelAvailable,
+        announced: ev.ModelAvailable,
         header: RequestHeader,
         tensors: Sequence[Any],
-    ) -> tuple[ModelAvailable, RequestHeader, Sequence[Any]]:
+    ) -> tuple[ev.ModelAvailable, RequestHeader, Sequence[Any]]:
         """Return the version with which the sequence began, and the inputs with its state.
         Raises PipeSwitchError: the sequence does not exist, or the request does not fit it."""
         sequence = arrival.sequence = self._sequences.of(
@@ -183,7 +175,7 @@ class Inference:
     def _begin(
         self,
         arrival: IncomingRequest,
-        announced: ModelAvailable,
+        announced: ev.ModelAvailable,
         header: RequestHeader,
         pending: Pending,
         admitted: ValidatedRequest,
@@ -198,7 +190,7 @@ class Inference:
             pending.sequence = sequence
             self._sequences.begin(sequence, arrival.options)
         placed = allocation.place(admitted.inputs)
-        event = InferArrived(
+        event = ev.InferArrived(
             token=pending.token,
             model=announced.model,
             digest=announced.manifest.digest,
@@ -263,7 +255,7 @@ class Inference:
             self._prefetch(model)  # the switch need not wait for the rest
         return lent
 
-    def _of_sequence(self, sequence: SequenceState, version: int) -> ModelAvailable:
+    def _of_sequence(self, sequence: SequenceState, version: int) -> ev.ModelAvailable:
         """Return the current announcement of the version with which the sequence began.
         Raises InvalidInput, ModelNotFound: the request names another version; the version was
         removed."""
@@ -279,10 +271,10 @@ class Inference:
         if announced is not None:
             self._prefetch(announced)
 
-    def _prefetch(self, announced: ModelAvailable) -> None:
+    def _prefetch(self, announced: ev.ModelAvailable) -> None:
         composite = announced.composite
         first = announced.model if composite is None else composite.first
-        self.take(PrefetchHint(model=ModelName(first)))
+        self.take(ev.PrefetchHint(model=ModelName(first)))
 
     def copy(
         self,
@@ -310,20 +302,22 @@ class Inference:
 
         self.copier.put(copy, lambda error: self.call_soon(functools.partial(then, error)))
 
-    def _copied(self, pending: Pending, event: InferArrived, error: PipeSwitchError | None) -> None:
+    def _copied(
+        self, pending: Pending, event: ev.InferArrived, error: PipeSwitchError | None
+    ) -> None:
         """Send the event of a request whose payload was copied, or answer with the error."""
         pending.is_copying = False
         reach("frontend.copied")
         if pending.is_cancelled:
             error = Cancelled(f"request {pending.request_id} was cancelled")
         if error is not None:
-            self.answer(Reply(token=pending.token, error=error))
+            self.answer(ev.Reply(token=pending.token, error=error))
         elif pending.run is None:
             self.take(event)
         else:
             pending.run.next()
 
-    def advance(self, pending: Pending, answer: Reply) -> Reply | None:
+    def advance(self, pending: Pending, answer: ev.Reply) -> ev.Reply | None:
         """Return the answer; None: its postprocessing or its next step was started."""
         outcome = self._go_behind(pending, answer) if pending.after or pending.timing else answer
         if outcome is None or pending.run is None:
@@ -331,7 +325,7 @@ class Inference:
         pending.timing = None
         return pending.run.ended(outcome)
 
-    def _go_behind(self, pending: Pending, answer: Reply) -> Reply | None:
+    def _go_behind(self, pending: Pending, answer: ev.Reply) -> ev.Reply | None:
         if pending.after is None:
             if pending.timing is None or answer.timing is None:
                 return answer
@@ -343,14 +337,15 @@ class Inference:
         answer = self.requests.checked(pending, answer)
         event, pending.after, pending.timing = pending.after, None, answer.timing
         if answer.error is not None:
-            self.take(CancelRequest(token=pending.token))  # the scheduler may wait for the function
+            # The scheduler may wait for the function.
+            self.take(ev.CancelRequest(token=pending.token))
             return answer
         run = replace(event.run, inputs=answer.outputs)
         self.take(replace(event, is_computed=True, run=run))
         return None
 
 
-def _is_in_order(header: RequestHeader, model: ModelAvailable) -> bool:
+def _is_in_order(header: RequestHeader, model: ev.ModelAvailable) -> bool:
     """Return True if a request's tensors have the order of the model's inputs."""
     names, own = [[one.name for one in each] for each in (header.inputs, model.manifest.inputs)]
     in_order = [one.frame for one in header.inputs] == [*range(len(own))]

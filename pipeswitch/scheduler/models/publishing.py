@@ -18,16 +18,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from ...base.errors import (
-    Cancelled,
-    InvalidInput,
-    ModelNotFound,
-    PermissionDenied,
-    PipeSwitchError,
-    ServerUnavailable,
-    draining,
-    to_wire,
-)
+from ...base import errors
 from ...ipc.messages.base import JobName, ModelName, OpId
 from ...ipc.messages.daemon import CommitPersisted, PersistCommit
 from ...ipc.messages.worker import PublishAnswered, PublishCopied, PublishStep
@@ -87,7 +78,7 @@ class Publishing:
     def version_asked(self, event: VersionRequest) -> None:
         """Build a model's next version from a client's file; answer when it is ready."""
         if self._core.is_draining:
-            raise draining()
+            raise errors.draining()
         name = self._versions.aliases.names.get(event.model, event.model)
         before = self.model_for(name, event.tenant or None)
         models = self._machine.models.values()
@@ -97,7 +88,7 @@ class Publishing:
             and not self._registry.registrations[one.name].is_known  # restored, with its program
             for one in models
         ):
-            raise ServerUnavailable(
+            raise errors.ServerUnavailable(
                 f'a version of "{name}" is being built', hint="try again when it is ready"
             )
         self._begin_version(before, event.spec, event.token)
@@ -110,14 +101,14 @@ class Publishing:
         answer = PublishAnswered(op_id=message.op_id)
         try:
             if self._core.is_draining:
-                raise draining()
+                raise errors.draining()
             model = self.model_for(message.model, job.spec.tenant)
             if model.manifest is None:
                 raise _not_ready(model)
             tensors = {name: (dtype, shape) for name, dtype, shape in message.tensors}
             match(model.manifest.plain_weights, tensors, message.part, model.manifest.unsaved)
-        except PipeSwitchError as error:
-            wire = to_wire(error)
+        except errors.PipeSwitchError as error:
+            wire = errors.to_wire(error)
             answer = PublishAnswered(
                 op_id=message.op_id,
                 error=wire["type"],
@@ -131,14 +122,14 @@ class Publishing:
 
     def _check(self, event: PublishRequest) -> None:
         if self._core.is_draining:
-            raise draining()
+            raise errors.draining()
         job = self._machine.jobs.get(event.job)
         if job is None:
             raise _no_job(event.job)
         self.model_for(event.model, None)
         if job.memory.committed_step < 0:
             what = f'job "{job.spec.name}" has not committed yet'
-            raise InvalidInput(what, hint="pipeswitch jobs ls")
+            raise errors.InvalidInput(what, hint="pipeswitch jobs ls")
         if event.step not in (-1, job.memory.committed_step):
             raise _other_step(event.job, event.step, job.memory.committed_step)
 
@@ -150,12 +141,12 @@ class Publishing:
         """
         model = self._versions.current(name)
         if model is None or model.state.state is ModelState.LEAVING:
-            raise ModelNotFound(
+            raise errors.ModelNotFound(
                 f'no model "{name}": register a model before a job publishes weights for it',
                 hint=f"pipeswitch register {name} SOURCE",
             )
         if tenant not in (None, model.tenant):
-            raise PermissionDenied(f'"{name}" is another client\'s')
+            raise errors.PermissionDenied(f'"{name}" is another client\'s')
         if model.state.state not in (ModelState.READY, *MODEL_AWAITED):
             raise _not_ready(model)
         return model
@@ -203,7 +194,9 @@ class Publishing:
             self._end(one, _no_job(one.job))
         elif job.memory.committed_step < one.step:
             if job.state.state in TASK_FINAL:
-                self._end(one, InvalidInput(f'job "{job.spec.name}" ended before step {one.step}'))
+                self._end(
+                    one, errors.InvalidInput(f'job "{job.spec.name}" ended before step {one.step}')
+                )
         elif not job.memory.commit_slot_bytes:
             one.stage = "copied"
         elif (device := self._machine.jobs.home(job).state).daemon.is_ready:
@@ -223,7 +216,9 @@ class Publishing:
         if one.is_cancelled:
             self._end(one, None)
         elif message.error:
-            self._end(one, ServerUnavailable(f"the commit cannot be copied: {message.error}"))
+            self._end(
+                one, errors.ServerUnavailable(f"the commit cannot be copied: {message.error}")
+            )
         elif not one.is_script and one.step not in (-1, message.step) and job is not None:
             self._end(one, _other_step(one.job, one.step, message.step))
         else:
@@ -235,7 +230,7 @@ class Publishing:
         """End a publication whose copy the daemon refused."""
         one = self._copying(op_id)
         if one is not None:
-            self._end(one, ServerUnavailable(f"the commit cannot be copied: {reason}"))
+            self._end(one, errors.ServerUnavailable(f"the commit cannot be copied: {reason}"))
 
     def _copying(self, op_id: OpId) -> Publication | None:
         every = [one for line in self._lines.values() for one in line]
@@ -253,14 +248,14 @@ class Publishing:
         served = self._versions.served(one.name)
         try:
             if served is not None and served.born > one.since:
-                raise ModelNotFound(
+                raise errors.ModelNotFound(
                     f'"{one.name}" was unregistered and registered again as another model',
                     model=one.name,
                 )
             before = self.model_for(one.name, None)
             if not one.directory and self._job_of(one) is None:
                 raise _no_job(one.job)
-        except PipeSwitchError as error:
+        except errors.PipeSwitchError as error:
             self._end(one, error)
             return
         weights = one.directory or f"{self._core.settings.commits_dir}/{one.job}"
@@ -289,7 +284,7 @@ class Publishing:
         elif one.version.state.state not in UNDER_WAY:
             self._end(one, None)
 
-    def _end(self, one: Publication, error: PipeSwitchError | None) -> None:
+    def _end(self, one: Publication, error: errors.PipeSwitchError | None) -> None:
         self._lines[one.name].remove(one)
         if one.stage in ("waits", "copies"):
             self._tell_script(one)
@@ -298,11 +293,11 @@ class Publishing:
         if error is not None:
             self._refused(one, error)
 
-    def _refused(self, one: Publication, error: PipeSwitchError) -> None:
+    def _refused(self, one: Publication, error: errors.PipeSwitchError) -> None:
         core, job = self._core, self._job_of(one)
         if one.token is not None:
             core.refuse(one.token, error)
-        if job is not None and one.is_script and not isinstance(error, Cancelled):
+        if job is not None and one.is_script and not isinstance(error, errors.Cancelled):
             job.progress.why = f'not published as "{one.name}": {error.message}'
         core.publish("model.publish_failed", model=one.name, job=one.job, error=error.message)
 
@@ -314,7 +309,7 @@ class Publishing:
     def cancel(self, token: Token) -> None:
         """Cancel a client's publications. The registry cancels versions that are being built."""
         for one in [one for line in self._lines.values() for one in line if one.token == token]:
-            error = Cancelled(f'publication of "{one.name}" cancelled')
+            error = errors.Cancelled(f'publication of "{one.name}" cancelled')
             if one.stage == "copies":
                 self._core.refuse(token, error)
                 one.token, one.is_cancelled = None, True
@@ -332,7 +327,7 @@ class Publishing:
                 self._core.emit(DropPublished(directory=one.directory))
                 one.stage, one.directory = "waits", ""
 
-    def refuse_all(self, error: PipeSwitchError) -> None:
+    def refuse_all(self, error: errors.PipeSwitchError) -> None:
         """Refuse every waiting client: the server stops."""
         for line in self._lines.values():
             for one in line:
@@ -341,16 +336,16 @@ class Publishing:
         self._lines.clear()
 
 
-def _not_ready(model: Model) -> InvalidInput:
-    return InvalidInput(f'"{model.base}" is {model.state.state.value}, it must be ready')
+def _not_ready(model: Model) -> errors.InvalidInput:
+    return errors.InvalidInput(f'"{model.base}" is {model.state.state.value}, it must be ready')
 
 
-def _no_job(name: JobName) -> ModelNotFound:
-    return ModelNotFound(f'no job "{name}"', hint="pipeswitch jobs ls", job=name)
+def _no_job(name: JobName) -> errors.ModelNotFound:
+    return errors.ModelNotFound(f'no job "{name}"', hint="pipeswitch jobs ls", job=name)
 
 
-def _other_step(name: JobName, step: int, there: int) -> InvalidInput:
-    return InvalidInput(
+def _other_step(name: JobName, step: int, there: int) -> errors.InvalidInput:
+    return errors.InvalidInput(
         f'job "{name}" has only its newest commit, of step {there}, not of step {step}',
         hint=f"pipeswitch register NAME --from-job {name}",
     )
