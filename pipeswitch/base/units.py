@@ -73,12 +73,23 @@ def parse_ms(text: object) -> float:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Format a size for messages: ``2.41 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size_bytes) < 1024:
-            return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.2f} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:.2f} TiB"
+    """Format a size for messages, which may compare two: ``428.97 MiB``."""
+    size, unit = _in_unit(size_bytes)
+    return f"{size:.2f} {unit}" if unit != "B" else f"{size:.0f} B"
+
+
+def short_bytes(size_bytes: float) -> str:
+    """Format a size for tables, with three significant digits or whole: ``429 MiB``."""
+    size, unit = _in_unit(size_bytes)
+    return f"{format_number(size)} {unit}" if unit != "B" else f"{size:.0f} B"
+
+
+def _in_unit(size_bytes: float) -> tuple[float, str]:
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    number = 0
+    while abs(size_bytes) >= 1024 and number < len(units) - 1:
+        size_bytes, number = size_bytes / 1024, number + 1
+    return size_bytes, units[number]
 
 
 def format_number(number: float) -> str:

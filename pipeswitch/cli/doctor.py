@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 from ..base.config import Config, DeviceConfig
 from ..base.errors import PipeSwitchError
 from ..base.machine import available_bytes, cpu_count, processor_features
-from ..base.units import format_bytes
+from ..base.units import short_bytes
 from ..devices.cuda import examine as selftest
 from ..devices.cuda import ladder as cuda_ladder
 from ..devices.cuda.bindings import PACKAGE, REAL_PACKAGE
@@ -126,7 +126,7 @@ def _cuda_device(config: DeviceConfig, name: str) -> list[Finding]:
         ]
     device = outcomes.pop("device")
     versions = f"driver for CUDA {device['driver'] // 1000}, runtime {device['runtime'] // 1000}"
-    size = f"{format_bytes(device['free_bytes'])} of {format_bytes(device['device_bytes'])} free"
+    size = f"{short_bytes(device['free_bytes'])} of {short_bytes(device['device_bytes'])} free"
     findings = [Finding(title, "ok", f"{device['name']}, {size}, {versions}")]
     if device["free_bytes"] < 0.8 * device["device_bytes"]:
         advice = "nvidia-smi says who; a smaller --arena leaves them room"
@@ -155,7 +155,7 @@ def _cuda_advice(test: str) -> str:
 
 def _memory() -> list[Finding]:
     available = available_bytes()
-    text = f"{format_bytes(available)} available, within the control group's limit"
+    text = f"{short_bytes(available)} available, within the control group's limit"
     if available < LOW_MEMORY_BYTES:
         return [Finding("memory", "warn", text, "serve few models: --arena and --host-store small")]
     return [Finding("memory", "ok", text)]

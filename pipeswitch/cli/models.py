@@ -15,7 +15,7 @@ import click
 
 from ..base.errors import InvalidInput, RegistrationRefused
 from ..base.model_options import ModelOptions, RegisterRequest
-from ..base.units import format_bytes
+from ..base.units import short_bytes
 from . import common, views
 
 CONVERT: Final = """\
@@ -96,7 +96,7 @@ def register(
 
 def _registered(name: str, row: dict[str, Any]) -> str:
     """Return the text that is printed for a new model."""
-    size = f", {format_bytes(row['bytes'])}" if row.get("bytes") else ""
+    size = f", {short_bytes(row['bytes'])}" if row.get("bytes") else ""
     why = f" ({row['mode_reason']})" if row.get("mode_reason") else ""
     groups = f", {row['groups']} group{'s' * (row['groups'] > 1)}" if row.get("groups") else ""
     notes = "".join(f"\n  {note}" for note in row["notes"])
@@ -105,7 +105,7 @@ def _registered(name: str, row: dict[str, Any]) -> str:
         notes += "\n  batched answers may differ in the last bits"
     if precision := row.get("precision"):
         notes += (
-            f"\n  {format_bytes(row['bytes'])} instead of {format_bytes(precision['plain_bytes'])}"
+            f"\n  {short_bytes(row['bytes'])} instead of {short_bytes(precision['plain_bytes'])}"
             f", error at most {precision['max_error']:.1e} of the largest output"
         )
         if precision["is_batch_invariant"]:

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..base.roles import ANYONE
-from ..base.units import escape_control_chars, format_bytes, format_number, printed
+from ..base.units import escape_control_chars, format_number, printed, short_bytes
 from ..wire.request_timing import OPTIONAL, PARTS
 
 PIPE_COLUMNS: Final = 240
@@ -311,7 +311,7 @@ def cell(column: str, value: Any) -> Text:
     if column in ("state", "residency"):
         return Text(str(value), style=STATE_STYLES.get(str(value), ""))
     if column in ("bytes", *PS_SIZES) or (column in ("device", "host") and type(value) is int):
-        return Text(format_bytes(value) if value else "")
+        return Text(short_bytes(value) if value else "")
     if column == "last_used":
         return Text(f"{_duration(float(value))} ago")
     if isinstance(value, list):
@@ -360,7 +360,7 @@ def _plain(key: str, value: Any) -> Any:
     if isinstance(value, float) and " " in key:
         return format_number(value)
     is_size = isinstance(value, int) and key.endswith("bytes") and " " in key
-    return format_bytes(value) if is_size else value
+    return short_bytes(value) if is_size else value
 
 
 class Scrolled:
@@ -458,8 +458,8 @@ def dashboard(about: Mapping[str, Any], rows: Any, stats: Mapping[str, Any]) -> 
 
 def _memory(name: str, stats: Mapping[str, Any], part: int, what: str) -> Text:
     capacity, free = (int(stats.get(f"{name}_{of}_bytes", 0)) for of in ("capacity", "free"))
-    text = f"{name} {_bar(capacity - free, capacity)} {format_bytes(capacity - free)} of "
-    return Text(text + format_bytes(capacity) + (f", {format_bytes(part)} {what}" if part else ""))
+    text = f"{name} {_bar(capacity - free, capacity)} {short_bytes(capacity - free)} of "
+    return Text(text + short_bytes(capacity) + (f", {short_bytes(part)} {what}" if part else ""))
 
 
 def _bar(used: int, capacity: int, width: int = 30) -> str:

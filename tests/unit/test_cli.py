@@ -849,8 +849,8 @@ def test_top_shows_what_jobs_hold_and_what_streams() -> None:
     console = Console(width=200, file=io.StringIO())
     console.print(views.dashboard({}, [large, job, anyone], stats))
     output = console.file.getvalue()
-    assert "10.00 MiB of 40.00 MiB, 8.00 MiB of jobs" in output
-    assert "64.00 MiB of 64.00 MiB, 3.00 MiB offloaded" in output
+    assert "10.0 MiB of 40.0 MiB, 8.00 MiB of jobs" in output
+    assert "64.0 MiB of 64.0 MiB, 3.00 MiB offloaded" in output
     assert "tokens/s 12.5" in output
     assert "last error  a: QueueFull: no" in output
     assert "callers without a key or token" in output

@@ -30,7 +30,7 @@ from pipeswitch.base.errors import ConfigError
 from pipeswitch.base.model_options import PRIORITIES, ModelConfig
 from pipeswitch.base.roles import Role
 from pipeswitch.base.settings import Section, rules_of, settings
-from pipeswitch.base.units import SizeSpec, format_bytes, parse_ms, parse_size
+from pipeswitch.base.units import SizeSpec, format_bytes, parse_ms, parse_size, short_bytes
 from pipeswitch.base.version import UNKNOWN, own_version
 from pipeswitch.devices import registry
 from pipeswitch.scheduler.state.core import SchedulerSettings
@@ -79,7 +79,10 @@ def test_an_amount_is_auto_bytes_or_a_fraction() -> None:
     assert SizeSpec.parse("auto").resolve(100, 10) == 10
     assert SizeSpec.parse("0.9").resolve(100, 10) == 90
     assert SizeSpec.parse("2KiB").resolve(100, 10) == 2048
-    assert str(SizeSpec.parse("2GiB")) == format_bytes(2 << 30) == "2.00 GiB"
+    assert (
+        str(SizeSpec.parse("2GiB")) == format_bytes(2 << 30) == short_bytes(2 << 30) == "2.00 GiB"
+    )
+    assert [short_bytes(one << 20) for one in (654, 90)] == ["654 MiB", "90.0 MiB"]
 
 
 def test_the_commented_example_is_the_defaults() -> None:

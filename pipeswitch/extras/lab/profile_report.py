@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ...base.errors import InvalidInput, ModelNotFound, PipeSwitchError
-from ...base.units import format_bytes, nearest, parse_ms, printed
+from ...base.units import nearest, parse_ms, printed, short_bytes
 from ...cli import common, views
 from ..offload import dry_run
 from .capacity import CapacityReport, ModelDemand, ModelReport, capacity_report
@@ -44,7 +44,7 @@ def profile_view(row: Mapping[str, Any]) -> RenderableType:
     sizes = sum(layer.size_bytes for layer in profile.layers)
     gb_per_s = f"{MIB / 1e6 / link.beta_ms_per_mib:.2f} GB/s" if link.beta_ms_per_mib else "∞"
     head = Text(
-        f"{profile.model}: {len(profile.layers)} layers, {format_bytes(sizes)}, on {ours.device} "
+        f"{profile.model}: {len(profile.layers)} layers, {short_bytes(sizes)}, on {ours.device} "
         f"({ours.name}, {ours.threads} of {ours.cores} cores compute), torch {ours.torch}\n"
         f"link {link.alpha_ms:.3f} ms + {link.beta_ms_per_mib:.4f} ms/MiB ({gb_per_s}), off by "
         f"{link.residual_p50:.1%} (p50) and {link.residual_p90:.1%} (p90) over "
@@ -170,7 +170,7 @@ def _job_row(job: Mapping[str, Any]) -> dict[str, Any]:
         "memory": "budget_bytes",
         "offloaded": "offloaded_bytes",
     }
-    known = {name: format_bytes(job[key]) for name, key in sizes.items() if job.get(key)}
+    known = {name: short_bytes(job[key]) for name, key in sizes.items() if job.get(key)}
     return {**job, **known}
 
 
@@ -184,7 +184,7 @@ def report_view(figures: Mapping[str, Any]) -> RenderableType:
     rows += [
         {
             "model": row["name"],
-            "size": format_bytes(row["bytes"]),
+            "size": short_bytes(row["bytes"]),
             "groups": "",
             "why": streams.get(row["name"]) or row["grouping_why"],
         }
@@ -196,11 +196,11 @@ def report_view(figures: Mapping[str, Any]) -> RenderableType:
         return Group(Text("no models (pipeswitch register)"), *below)
     columns = [name for name in PLAN_COLUMNS if any(row.get(name) for row in rows)]
     count = len(capacity.models)
-    lines = [f"arena {format_bytes(capacity.arena_bytes)}"]
+    lines = [f"arena {short_bytes(capacity.arena_bytes)}"]
     if count:
         lines.append(
             f"{capacity.fit_count} of {count} profiled models are resident together "
-            f"({format_bytes(capacity.total_bytes)} in all)"
+            f"({short_bytes(capacity.total_bytes)} in all)"
         )
     if unknown := [row["name"] for row in figures["without_profile"]]:
         named = unknown[0] if len(unknown) == 1 else "--all"
@@ -212,8 +212,8 @@ def _row(model: ModelReport, streams: str) -> dict[str, Any]:
     holds = {True: "yes", False: "no", None: ""}[model.holds_cold]
     return {
         "model": model.name,
-        "size": format_bytes(model.total_bytes),
-        "shared": format_bytes(model.shared_bytes) if model.shared_bytes else "",
+        "size": short_bytes(model.total_bytes),
+        "shared": short_bytes(model.shared_bytes) if model.shared_bytes else "",
         "groups": model.group_count,
         "switch_ms": model.cold_ms,
         "resident_ms": model.resident_ms,

@@ -28,7 +28,7 @@ from ...base.codec import UNREADABLE
 from ...base.config import JOB_ORDERS, policy_name
 from ...base.errors import InvalidInput
 from ...base.quantiles import percentile
-from ...base.units import format_bytes, nearest, parse_ms, parse_size
+from ...base.units import format_bytes, nearest, parse_ms, parse_size, short_bytes
 from ...cli import common, views
 from ...policies import find_policy
 from ...programs.interface.layout import Batching
@@ -798,7 +798,7 @@ def _headline(facts: dict[str, Any]) -> Text:
     tokens = f", {facts['tokens']} tokens" if facts["tokens"] else ""
     clients = f", of each of {facts['tiles']} clients" if "tiles" in facts else ""
     random_sizes = " (random sizes; real ones: --models FILE)" if facts["are_sizes_random"] else ""
-    sizes = f"{format_bytes(facts['models_bytes'])}{random_sizes}"
+    sizes = f"{short_bytes(facts['models_bytes'])}{random_sizes}"
     return Text(
         f"{facts['trace']} x {facts['speed_up']:g}: {facts['requests']} requests{tokens} of "
         f"{facts['models']} models, {sizes}{clients}{jobs}; {where}; "
@@ -815,8 +815,8 @@ def _table(
             **row,
             "in_slo": f"{row['in_slo']:.1%}",
             "idle": f"{row['idle']:.1%}",
-            "copied": format_bytes(row["copied_bytes"]),
-            "moved_bytes": format_bytes(row.get("moved_bytes", 0)),
+            "copied": short_bytes(row["copied_bytes"]),
+            "moved_bytes": short_bytes(row.get("moved_bytes", 0)),
         }
         for row in rows
     ]
