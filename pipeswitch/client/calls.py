@@ -249,7 +249,7 @@ class Calls:
         if self._waits_for_server and time.monotonic() < self._gives_up_at_s():
             self._due(time.monotonic() + AGAIN_S)
         else:
-            self._fail_all(self._no_server())
+            self._fail_all(_no_server(self, self._listened_s > self._began_s))
 
     def _gives_up_at_s(self) -> float:
         """Return the time on the monotonic clock at which the search ends.
@@ -265,15 +265,11 @@ class Calls:
         latest_s = self._began_s + max(self._timeout_s, self._return_s)
         return min(self._listened_s + self._timeout_s, latest_s)
 
-    def _no_server(self) -> errors.ServerUnavailable:
-        listens = self._listened_s > self._began_s
-        return _no_server(self.address, has_keys=self.has_keys, listens=listens)
-
     def _poll(self) -> None:
         """Continue the search; after ``timeout_s``, fail the calls whose deadline has passed."""
         now_s, gives_up_at_s = time.monotonic(), self._gives_up_at_s()
         if now_s >= gives_up_at_s:
-            self._fail_all(self._no_server())
+            self._fail_all(_no_server(self, self._listened_s > self._began_s))
             return
         if now_s >= self._began_s + self._timeout_s:
             for call in [call for call in self._calls.values() if call.until_s <= now_s]:
@@ -392,15 +388,15 @@ class Calls:
             self._end(call, error=error)
 
 
-def _no_server(address: str, *, has_keys: bool, listens: bool) -> errors.ServerUnavailable:
+def _no_server(calls: Calls, listens: bool) -> errors.ServerUnavailable:
     """Return the error at the end of a search.
 
     A server with keys may close the connection before a client without a key gets the reason.
     """
-    if has_keys or not listens or not address.startswith("tcp://"):
-        return no_server(address)
-    what = f"{address} does not answer: a server that requires keys answers no client without one"
-    return errors.ServerUnavailable(what, hint=BRING)
+    if calls.has_keys or not listens or not calls.address.startswith("tcp://"):
+        return no_server(calls.address)
+    why = "a server that requires keys answers no client without one"
+    return errors.ServerUnavailable(f"{calls.address} does not answer: {why}", hint=BRING)
 
 
 def _error(header: ReplyHeader) -> errors.PipeSwitchError:

@@ -178,7 +178,7 @@ class LocalSource:
             )
         if suffix in (".bundle", ".pt2") and self.example_inputs is not None:
             raise InvalidInput(f"{text!r} says what it takes", hint="leave example_inputs out")
-        if suffix in _NO_PROGRAMS:
+        if suffix in _NO_PROGRAMS and not text.startswith("hf:"):
             hint = _NO_PROGRAMS[suffix].replace("FILE", repr(text))
             raise InvalidInput(f"{text!r} is not a program", hint=hint)
         if suffix in (".bundle", *FILES) and os.path.isfile(text):
