@@ -102,18 +102,8 @@ def test_a_factory_that_raises_or_returns_nonsense_is_refused(running: Checked) 
 def test_a_second_server_on_the_same_state_directory_is_refused(
     running: Checked, tmp_path: Path
 ) -> None:
-    words = (
-        "serve",
-        "--device",
-        "cpu",
-        "--arena",
-        "16MiB",
-        "--host-store",
-        "32MiB",
-        "--listen",
-        "tcp://127.0.0.1:0",
-    )
-    done = command(*words, "--state-dir", str(running.running.state_dir), cwd=tmp_path)
+    words = "--device=cpu", "--arena=16MiB", "--host-store=32MiB", "--listen=tcp://127.0.0.1:0"
+    done = command("serve", *words, "--state-dir", str(running.running.state_dir), cwd=tmp_path)
     assert done.returncode == 1
     assert str(running.pid) in done.stderr
     assert "Traceback" not in done.stderr

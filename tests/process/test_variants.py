@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,25 @@ def test_a_death_in_the_middle_of_a_partial_copy_leaves_nobodys_bytes(
     slow.wait_until_whole()
     for other, module in ((name, name.removesuffix("-exact")), ("exact", "base")):
         assert tools.is_bit_equal(client.infer(other, X).value, tools.eager(variant(module), X))
+
+
+def test_after_the_servers_death_in_a_partial_copy_no_model_is_on_the_device(
+    tmp_path: Path,
+) -> None:
+    options: dict[str, Any] = {"environment": tools.ENVIRONMENT, "state_dir": tmp_path / "state"}
+    options |= {"arena": "12MiB", "args": ("--link-gbps", "0.005")}
+    with tools.checked_server(settles=False, status=-signal.SIGKILL, **options) as checked:
+        client, names = checked.client, register(checked.client, tmp_path, "exact")
+        client.infer("exact", X)
+        client.submit("two-exact", X)
+        tools.until(lambda: client.show("two-exact")["residency"] == "transmitting", "it copies")
+        tools.kill(checked.pid)
+    with tools.checked_server(**options) as checked:
+        client = checked.client
+        assert {client.show(name)["residency"] for name in names} == {"host"}
+        for name in ("two", "first"):
+            right = tools.eager(variant(name), X)
+            assert tools.is_bit_equal(client.infer(f"{name}-exact", X).value, right)
 
 
 def test_a_cancelled_partial_copy_leaves_nobodys_bytes(slow: tools.Checked) -> None:

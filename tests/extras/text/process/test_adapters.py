@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from process_tools import checked_server
 from safetensors.torch import load_file, save_file
 
 from pipeswitch.base.errors import PermissionDenied, RegistrationRefused
+from pipeswitch.programs.compiler import adapters
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -63,6 +65,12 @@ def test_adapters_of_one_base_answer_as_merged_and_only_the_first_is_exported(ba
             torch.testing.assert_close(client.infer(kind, inputs)["logits"], merged(ids).logits)
             source = {"like": kind}
         assert client.show("dora")["shared_bytes"] > 0
+
+
+def test_without_peft_the_refusal_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)  # as if it were not installed
+    with pytest.raises(RegistrationRefused, match=r"pip install 'pipeswitch\[adapters\]'"):
+        adapters.merged(torch.nn.Identity(), "folder")
 
 
 def test_what_cannot_be_merged_is_refused_with_the_reason(base: Path) -> None:
