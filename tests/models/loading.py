@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 from pipeswitch.programs.compiler.verify import load_image
@@ -19,4 +20,6 @@ def loaded(folder: Path, manifest: Manifest, kernels: PackedKernels | None = Non
 
 def bound(folder: Path, manifest: Manifest, kernels: PackedKernels | None = None) -> BoundProgram:
     image = load_image(folder / weights_file(manifest), manifest).untyped_storage()
-    return loaded(folder, manifest, kernels).bind(lambda spec: tensor_over(image, spec, 0))
+    result = loaded(folder, manifest, kernels).bind(lambda spec: tensor_over(image, spec, 0))
+    weakref.finalize(result, lambda _: None, image)  # packed weights do not keep their bytes
+    return result
