@@ -19,7 +19,16 @@ from ...programs.interface.groups import TableByRows
 from ...programs.interface.layout import Manifest, Wrapper
 from ...wire.request_timing import RequestTiming
 from ..policies.job_orders import JobView
-from . import events as ev
+from .events import (
+    Exited,
+    JobSpec,
+    Origin,
+    Prepared,
+    Received,
+    Reply,
+    Token,
+    UnregisterRequest,
+)
 from .fair_queue import Charge
 from .regions import Owner
 from .states import (
@@ -63,8 +72,8 @@ class Registration:
     is_known: bool = False  # restored from the journal: listed as failed if it is refused
     like: Model | None = None  # its build waits for this model's program, to take it
     rebuilds: str = ""  # digest of its program, whose derived file is damaged
-    waiters: list[ev.Token] = field(default_factory=list)
-    end_waiters: list[ev.Token] = field(default_factory=list)  # clients that await its removal
+    waiters: list[Token] = field(default_factory=list)
+    end_waiters: list[Token] = field(default_factory=list)  # clients that await its removal
     error: PipeSwitchError | None = None  # reason for the refusal
 
 
@@ -80,7 +89,7 @@ class Served:
     shares: dict[int, int] = field(default_factory=dict)  # version -> percent of requests
     drawn: int = 0  # number of requests that the shares have distributed
     note: str = ""  # reason why the configuration's ``[[model]]`` was refused
-    end_waiters: list[ev.Token] = field(default_factory=list)  # clients that await its removal
+    end_waiters: list[Token] = field(default_factory=list)  # clients that await its removal
 
 
 @dataclass
@@ -309,10 +318,10 @@ class Steps:
 class Request:
     """One accepted inference request."""
 
-    token: ev.Token
+    token: Token
     model: ModelName
     run: Run  # the run that computes, or is next
-    origin: ev.Origin
+    origin: Origin
     batch: int = 1
     size_bytes: int = 0  # size of its model
     batching: BatchingFacts = field(default_factory=BatchingFacts)
@@ -343,7 +352,7 @@ class RunKind(Protocol):
     request keeps between its runs. It answers at once and takes no turn itself.
     """
 
-    def ended(self, request: Request, answer: ev.Reply) -> ev.Reply:
+    def ended(self, request: Request, answer: Reply) -> Reply:
         """Record the result of a run, which is the last one unless ``answer.more``.
         Return the client's answer; one without ``more``, such as an error, ends the request."""
 
@@ -353,7 +362,7 @@ class RunKind(Protocol):
     def prepare(self, request: Request) -> Run | None:
         """Return the next run, or None until there is memory (the event ``PoolFreed``)."""
 
-    def poll(self, waiting: Mapping[ev.Token, Request]) -> Iterable[tuple[ev.Token, Run]]:
+    def poll(self, waiting: Mapping[Token, Request]) -> Iterable[tuple[Token, Run]]:
         """Return the next runs of those waiting requests for which there is memory now."""
 
 
@@ -363,7 +372,7 @@ class Composites(Protocol):
     def row(self, name: ModelName) -> dict[str, Any]:
         """Return the row of a name: it has the keys of a model's row."""
 
-    def unregister(self, event: ev.UnregisterRequest) -> None: ...
+    def unregister(self, event: UnregisterRequest) -> None: ...
 
 
 class HelperQueue(Protocol):
@@ -373,7 +382,7 @@ class HelperQueue(Protocol):
         waits: the requests, in order of arrival.
     """
 
-    waits: Mapping[ev.Token, object]
+    waits: Mapping[Token, object]
 
     def __len__(self) -> int: ...
     def count(self, name: ModelName) -> int: ...
@@ -383,17 +392,17 @@ class HelperQueue(Protocol):
     def take(self, request: Request, wrapper: Wrapper, born: OpId, tenant: str) -> None:
         """Queue a request; its model has the wrapper and the registration id ``born``."""
 
-    def prepared(self, event: ev.Prepared) -> Request | None:
+    def prepared(self, event: Prepared) -> Request | None:
         """Remove a request whose result was copied; return it unless it failed or was cancelled."""
 
-    def cancel(self, token: ev.Token) -> bool:
+    def cancel(self, token: Token) -> bool:
         """Cancel a request. Return False if it is not here."""
 
     def refuse_all(self, error: PipeSwitchError) -> None:
         """Refuse every waiting client: the server stops."""
 
-    def received(self, event: ev.Received) -> None: ...
-    def exited(self, event: ev.Exited) -> None: ...
+    def received(self, event: Received) -> None: ...
+    def exited(self, event: Exited) -> None: ...
     def advance(self) -> int:
         """Give free processes requests; return the bits of the changes that it waits for."""
 
@@ -496,7 +505,7 @@ class JobTiming:
 class Job:
     """A training job from its acceptance to its end."""
 
-    spec: ev.JobSpec
+    spec: JobSpec
     sent_to: str = ""  # name of the device that its user moved it to; empty: none
     progress: JobProgress = field(default_factory=JobProgress)
     memory: JobMemory = field(default_factory=JobMemory)
@@ -512,10 +521,10 @@ class Job:
     stops_at_boundary: bool = False  # the last stop may wait for a step boundary
     is_away: bool = False  # the job gave its turn up, and has not reported that it is back
     leaves_for: int | None = None  # index of the device for which it was evicted
-    waiters: list[ev.Token] = field(default_factory=list)
-    answer_on_change: list[ev.Token] = field(default_factory=list)
-    exporters: list[ev.Token] = field(default_factory=list)  # clients that wait for a disk write
-    movers: list[ev.Token] = field(default_factory=list)  # clients that wait for its move
+    waiters: list[Token] = field(default_factory=list)
+    answer_on_change: list[Token] = field(default_factory=list)
+    exporters: list[Token] = field(default_factory=list)  # clients that wait for a disk write
+    movers: list[Token] = field(default_factory=list)  # clients that wait for its move
 
     def __post_init__(self) -> None:
         self.state = StateMachine(f"job {self.spec.name}", TaskState.QUEUED, TASK_TRANSITIONS)
@@ -591,7 +600,7 @@ class RunningTask:
 
     op_id: OpId
     slot: Slot
-    tokens: tuple[ev.Token, ...]  # all requests that it computes, in the order of their rows
+    tokens: tuple[Token, ...]  # all requests that it computes, in the order of their rows
     model: ModelName
     queued_until_ms: float  # from then on it waited for no other task; 0: it still waits
     was_resident: bool
