@@ -154,6 +154,10 @@ class LocalSource:
 
                 weights = str(self._folder / "weights.safetensors")
                 convert_weights(request.weights, weights)
+                if request.file and request.weights.endswith(SHARDS):  # the index has no numbers
+                    digest = file_of(weights).sha256
+                    file = msgspec.structs.replace(request.file, sha256=digest)
+                    request = msgspec.structs.replace(request, file=file)
             if weights.endswith(".safetensors"):
                 if os.path.isfile(weights):
                     check_file(weights, f"weights {weights!r}")

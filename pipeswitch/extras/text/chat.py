@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from difflib import SequenceMatcher
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -245,10 +245,15 @@ def name_of(source: str) -> str:
     return re.sub("[^a-z0-9._-]+", "-", last.lower()).strip("-.") or "chat"
 
 
+def _source(row: Mapping[str, Any]) -> str:
+    """Return a model's source without the files that a row names behind it."""
+    return str(row.get("source") or "").partition(";")[0]
+
+
 def _register(client: Any, name: str, source: str) -> None:
     known = {row["name"]: row for row in client.models()}
     if name in known:
-        if (other := known[name].get("source", source)) != source:
+        if (other := _source(known[name]) or source) != source:
             raise AlreadyExists(
                 f'"{name}" is another model: {other}',
                 hint=f"pipeswitch chat {name}; or pipeswitch run {source} --name OTHER",
@@ -277,7 +282,7 @@ def _check(client: Any, name: str) -> None:
 
 def _advice(client: Any, name: str) -> str:
     """Return commands to type if a model cannot chat, those for similar names first."""
-    sources = {row["name"]: row.get("source", "") for row in client.models()}
+    sources = {row["name"]: _source(row) for row in client.models()}
     advice, body = list[str](), {"version": 0, "tokenizer": True}
     likely = sorted(sources, key=lambda one: -SequenceMatcher(None, name, one).ratio())
     for other in likely[:MOST_ASKED]:

@@ -140,17 +140,25 @@ def _joined(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     index, part = Path(path), f"weights {os.fspath(path)!r}"
     try:
-        places: dict[str, str] = {**json.loads(index.read_text("utf-8"))["weight_map"]}
-        shards = sorted({index.parent / os.path.basename(name) for name in places.values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        named: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
+        places = {name: index.parent / os.path.basename(place) for name, place in named.items()}
+        if not places:
+            raise ValueError("weight_map is empty")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f"it is not an index of shards ({first_line(error)[:80]})"
         raise RegistrationRefused(part, why, hint="a file with weight_map") from None
     tensors: dict[str, Any] = {}
-    for shard in shards:
+    for shard in sorted(set(places.values())):
         if not shard.is_file():
             raise RegistrationRefused(part, f"its shard {shard.name} is missing", hint=AGAIN)
         check_file(shard, f"shard {shard.name}")
-        tensors |= load_file(shard) if shard.suffix == ".safetensors" else _unpickled(shard)
+        try:
+            content = load_file(shard) if shard.suffix == ".safetensors" else _unpickled(shard)
+            # A tensor may be in other shards too: the index says which one is meant.
+            tensors |= {name: one for name, one in content.items() if places.get(name) == shard}
+        except Exception as error:  # any error for a damaged file
+            why = f"it cannot be read ({first_line(error)[:80]})"
+            raise RegistrationRefused(f"shard {shard.name}", why, hint=AGAIN) from None
     if missing := sorted(places.keys() - tensors):
         raise RegistrationRefused(part, listed(missing, "its shards lack "), hint=AGAIN)
     return tensors

@@ -123,11 +123,17 @@ def test_shards_are_one_file_of_weights(kind: str, tmp_path: Path) -> None:
     places = {name: f"{name}.{kind}" for name in other.state_dict()}
     for name, value in other.state_dict().items():
         save = save_file if kind == "safetensors" else torch.save
-        save({name: value}, tmp_path / places[name])
+        save({"bias": torch.zeros(4), name: value}, tmp_path / places[name])
     with checked_server() as checked:
         client = checked.client
         client.register("net", net.eval(), example_inputs=(x,))
-        wrong = {"is missing": "none.bin", "lack y": f"bias.{kind}", "not an index": 5}
+        wrong = {
+            "is missing": "none.bin",
+            "lack y": f"bias.{kind}",
+            "not an index": 5,
+            "cannot be": "x.bin",
+        }
+        (tmp_path / "x.bin").write_bytes(b"no shard")
         for text, place in wrong.items():
             index.write_text(json.dumps({"weight_map": {**places, "y": place}}))
             with pytest.raises(RegistrationRefused, match=text):
