@@ -46,7 +46,7 @@ NEEDS_GIB: Final = {
     "peers": 0.0,
     "precision": 0.0,
 }
-"""Memory of a quick run, in proportion to the full run's largest model; 0: not measured."""
+"""Memory of a full run, scaled from a quick run; 0: not measured."""
 NAMES: Final = tuple(NEEDS_GIB)  # each has a module with ``run``
 
 
@@ -61,7 +61,7 @@ def run(
     trials: int = 0,
     emit: Callable[[str], None] | None = None,
 ) -> int:
-    """Run benchmarks (all without ``names``); return exit status 0, even if a target is missed.
+    """Run benchmarks (no ``names``: all); return exit status 0, even if a target is missed.
 
     ``emit`` gets each line of output. The other arguments are options of the command.
     """
@@ -120,13 +120,11 @@ def listing() -> list[str]:
     for name in NAMES:
         document = results[name][1] if name in results else {}
         quick = " (--quick)" if document.get("is_quick") else ""
-        detail = (
-            f"{document['duration_s'] / 60:.0f} min{quick}"
-            if "duration_s" in document
-            else "not kept"
-        )
+        detail = "not kept"
+        if "duration_s" in document:
+            detail = f"{document['duration_s'] / 60:.0f} min{quick}"
         lines.append(f"  {name:<14}{detail}")
-    return [*lines, f"papers: {', '.join(papers.benchmarks())}; --out DIR: with the pictures"]
+    return [*lines, f"papers: {', '.join(papers.benchmarks())}; --out DIR adds pictures"]
 
 
 @click.command(epilog=f"{', '.join(NAMES)}, papers, or all.")

@@ -36,7 +36,7 @@ class Number(msgspec.Struct, frozen=True):
 
 
 class Picture(msgspec.Struct, frozen=True):
-    """Our figure, which ``docs/picture.py`` draws beside the paper's."""
+    """Our figure for the paper's, drawn by ``docs/picture.py``."""
 
     title: str
     arms: tuple[tuple[str, str, str], ...]  # arm, label, and the bar's class in the picture's style
@@ -79,7 +79,7 @@ def benchmarks() -> list[str]:
 
 
 def document_of(claim: Claim, results: Results) -> tuple[str, Mapping[str, Any]] | None:
-    """Return the newest result for a claim, and its file's name; None if there is none."""
+    """Return the file name (or empty) and content of the newest result; None without one."""
     if claim.benchmark != THESIS:
         return results.get(claim.benchmark)
     from .thesis import example
@@ -122,6 +122,6 @@ def judge(claim: Claim, results: Results) -> tuple[str, str]:
     verdicts = {one.label: one.holds(values) for one in claim.numbers}
     missed = [label for label, is_held in verdicts.items() if is_held is False]
     holds = "yes" if True in verdicts.values() else "**no**" if missed else "not decided"
-    holds = f"partly, not: {'; '.join(missed)}" if missed and holds == "yes" else holds
+    holds = f"partly, except: {'; '.join(missed)}" if missed and holds == "yes" else holds
     shown = "; ".join(numbers) + " (a quick run)" * document["is_quick"]
     return shown + (f" ([{file}](../benchmarks/results/{file}))" if file else ""), holds

@@ -105,22 +105,23 @@ def replaced(page: str, paragraphs: Sequence[str]) -> str:
 def demo_sentence(file: str, demo: Document) -> str:
     """Return sentences about a result of ``make demo``, which is in ``file``."""
     ours, ready, fast = demo["pipeswitch"], demo["ready_model"], demo["fast"]["pipeswitch"]
-    alike_ms = demo["ready_model_in_fast_turns"]["p50_ms"]
     return (
-        f"`make demo` ({demo['took_s']:.0f} s) sends {ours['count']} requests for "
-        f"{len(demo['plan']['models'])} models to a device that holds two. The median time of a "
-        f"request is {_ms(ours['p50_ms'])}; it is {_ms(ready['p50_ms'])} if all models are always "
-        f"loaded, and {_ms(demo['stop_and_start']['p50_ms'])} with a process per request. "
-        f"{demo['plan']['fast']} takes {_ms(fast['p50_ms'])} in `fast` "
-        f"({fast['resident_count']} of {fast['count']} found it on the device) and "
-        f"{_ms(alike_ms)} always loaded. The job lost {demo['training']['steps_lost']} steps; "
-        f"answers in `exact` were {_same(demo)} to the plain models' ([{file}](benchmarks/results/"
-        f"{file}), release {demo['pipeswitch_version'].partition('+')[0]})."
+        f"`make demo` ({demo['took_s']:.0f} s) sends {ours['count'] + fast['count']} requests "
+        f"({ours['count']} in `exact`) to a device that holds two of {len(demo['plan']['models'])} "
+        f"models. The median time in `exact` is {_ms(ours['p50_ms'])}; it is "
+        f"{_ms(ready['p50_ms'])} if all are always loaded, and "
+        f"{_ms(demo['stop_and_start']['p50_ms'])} with a process per request. "
+        f"{demo['plan']['fast']} takes {_ms(fast['p50_ms'])} in `fast` ({fast['resident_count']} "
+        f"of {fast['count']} requests found it on the device), "
+        f"{_ms(demo['ready_model_in_fast_turns']['p50_ms'])} eager, always loaded. Training lost "
+        f"{demo['training']['steps_lost']} steps; answers in `exact` were {_same(demo)} to the "
+        f"plain models' ([{file}](benchmarks/results/{file}), "
+        f"release {demo['pipeswitch_version'].partition('+')[0]})."
     )
 
 
 def demo_table(file: str, demo: Document) -> str:
-    """Return the table of ``make demo``: the ways to answer the same requests."""
+    """Return the table of ``make demo``: the ways to answer requests."""
     ours, machine, training = demo["pipeswitch"], demo["machine"], demo["training"]
     parts = ("p50", "p95", "queue", "switch", "copy", "stall", "compute")
     arms = {

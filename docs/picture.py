@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # a script's own folder is there instead
+sys.path.insert(0, str(ROOT))  # it has the script's folder instead
 
 from benchmarks import papers  # noqa: E402
 from benchmarks.readme import newest  # noqa: E402
@@ -54,7 +54,7 @@ def label(number: str, value: float) -> str:
 
 
 def drawing(shown: papers.Picture, document: Mapping[str, Any]) -> str:
-    """Return an SVG with the groups of bars; bars of one number have one scale."""
+    """Return an SVG with the groups of bars; each quantity has one scale."""
     rows = {(row["case"], row["arm"], row["number"]): row for row in document["summary"]}
     groups = []
     for name, case, number, quantile in shown.groups:
@@ -96,7 +96,7 @@ def drawing(shown: papers.Picture, document: Mapping[str, Any]) -> str:
 
 
 def drawings(folder: Path) -> dict[str, str]:
-    """Return the name and the content of each picture whose benchmark has a result there."""
+    """Return the name and the content of each picture whose benchmark has a result here."""
     results = newest(folder)
     claims = [claim for source in papers.sources() for claim in source.claims if claim.picture]
     found = [(claim, papers.document_of(claim, results)) for claim in claims]
@@ -108,7 +108,7 @@ def drawings(folder: Path) -> dict[str, str]:
 
 
 def draw(results: Path = RESULTS, folder: Path = IMAGES) -> None:
-    """Write all pictures to a folder."""
+    """Write pictures with results to a folder."""
     for name, content in drawings(results).items():
         (folder / name).write_text(content, "utf-8")
 
