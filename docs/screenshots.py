@@ -46,7 +46,7 @@ CHOOSE = """
 
 
 def tab(width: int, height: int, theme: str) -> Any:
-    from selenium import webdriver  # with PIL, of no use to ``top``
+    from selenium import webdriver  # like PIL, not needed by ``top``
     from selenium.webdriver.chrome.service import Service
 
     options = webdriver.ChromeOptions()
