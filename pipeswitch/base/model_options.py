@@ -119,7 +119,7 @@ States = Annotated[
 
 
 class SourceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """File that its user registered, as ``models --versions`` names it."""
+    """File that a user registered, as ``models --versions`` names it."""
 
     name: Annotated[str, Meta(max_length=256)]
     sha256: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
@@ -250,7 +250,7 @@ class RegisterRequest(ModelOptions, frozen=True, kw_only=True):
     takes: Any = None  # nesting of the inputs in the arguments; None: one argument for each input
     example: Text = ""  # put:DIGEST of an upload with input values; empty: generated values
     as_version: bool = False  # the source has only weights, for the next version of this model
-    file: SourceFile | None = None  # the file that was uploaded; None: its name is not known
+    file: SourceFile | None = None  # the file that was named; None: its name is not known
 
     def body(self) -> dict[str, Any]:
         """Return only the fields that are set."""

@@ -73,13 +73,13 @@ def parse_ms(text: object) -> float:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Format a size for messages, which may compare two: ``428.97 MiB``."""
+    """Format a size for messages that compare two: ``428.97 MiB``."""
     size, unit = _in_unit(size_bytes)
     return f"{size:.2f} {unit}" if unit != "B" else f"{size:.0f} B"
 
 
 def short_bytes(size_bytes: float) -> str:
-    """Format a size for tables, with three significant digits or whole: ``429 MiB``."""
+    """Format a size for tables: three significant digits, or an integer: ``429 MiB``."""
     size, unit = _in_unit(size_bytes)
     return f"{format_number(size)} {unit}" if unit != "B" else f"{size:.0f} B"
 

@@ -395,7 +395,7 @@ def _no_server(calls: Calls, listens: bool) -> errors.ServerUnavailable:
     """
     if calls.has_keys or not listens or not calls.address.startswith("tcp://"):
         return no_server(calls.address)
-    why = "a server that requires keys answers no client without one"
+    why = "if it requires keys, it ignores clients without one"
     return errors.ServerUnavailable(f"{calls.address} does not answer: {why}", hint=BRING)
 
 

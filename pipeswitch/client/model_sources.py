@@ -33,7 +33,7 @@ PICKLED: Final = (".pt", ".pth", ".bin", ".ckpt")  # files that may contain weig
 WEIGHTS_ALONE: Final = (
     "it has only weights: pipeswitch register NAME package.module:function --weights FILE"
 )
-SHARDS: Final = ".index.json"  # names the files that contain parts of the weights
+SHARDS: Final = ".index.json"  # suffix of an index of weight files
 _NO_PROGRAMS: Final = {
     ".onnx": "pip install onnx2torch; then client.register(NAME, onnx2torch.convert(FILE), "
     "example_inputs=(x,))",
@@ -120,7 +120,7 @@ class LocalSource:
     example_inputs: Any = None
     dynamic: Dynamic | None = None
     tokenizer: Any = None
-    file: SourceFile | None = None  # the file that is uploaded
+    file: SourceFile | None = None  # the file that was named
     upload: Upload = field(init=False)
     progress: Progress | None = field(init=False)
     stack: contextlib.ExitStack = field(init=False)
@@ -263,7 +263,7 @@ class LocalSource:
 
 
 def file_of(path: str) -> SourceFile:
-    """Return a file's name and digest, by which ``models --versions`` shows it."""
+    """Return a file's name, which ``models --versions`` shows, and its digest."""
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return SourceFile(os.fsencode(os.path.basename(path)).decode(errors="replace"), digest)
@@ -280,8 +280,8 @@ def here(source: str) -> str:
     if os.path.isdir(path) or (path.endswith(".gguf") and os.path.isfile(path)):
         return f"hf:{os.path.abspath(path)}{mark}{wished}"
     if path.startswith((".", "/")):
-        hint = "one with config.json, a .gguf file, or a hub's name"
-        raise InvalidInput(f"no folder {name!r}", hint=hint)
+        hint = "a folder with config.json, a .gguf file, or a hub's name"
+        raise InvalidInput(f"nothing at {name!r}", hint=hint)
     return source
 
 

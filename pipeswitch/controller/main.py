@@ -125,7 +125,8 @@ def _check_source(model: ModelConfig) -> None:
     kind, _, name = model.source.partition(":")
     path = os.path.expanduser(name.partition("#")[0])
     if kind == "hf" and name.startswith((".", "/", "~")) and not os.path.exists(path):
-        raise InvalidInput(f"no folder {name!r}", hint="one with config.json, or a hub's name")
+        hint = "a folder with config.json, a .gguf file, or a hub's name"
+        raise InvalidInput(f"nothing at {name!r}", hint=hint)
     elif kind not in ("hf", "torchvision") and name and find_spec(kind.partition(".")[0]) is None:
         raise InvalidInput(f"no module {kind!r}", hint="PYTHONPATH=FOLDER pipeswitch serve")
     if kind == "torchvision":

@@ -257,7 +257,7 @@ class Inference:
 
     def _of_sequence(self, sequence: SequenceState, version: int) -> ev.ModelAvailable:
         """Return the current announcement of the version with which the sequence began.
-        Raises InvalidInput, ModelNotFound: the request names another version; the version was
+        Raises InvalidInput: the request names another version; ModelNotFound: the version was
         removed."""
         began = sequence.announced
         base = began.base or began.model

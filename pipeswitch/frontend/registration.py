@@ -108,7 +108,8 @@ def check_origin(request: RegisterRequest, caller: Principal, rules: Rules) -> C
             raise owners_only(request.adapter)
         if not os.path.isdir(request.adapter):
             what = f"no folder {request.adapter!r} on the server's machine"
-            raise InvalidInput(what, hint="one with adapter_config.json, of peft's save_pretrained")
+            hint = "one with adapter_config.json, from peft's save_pretrained"
+            raise InvalidInput(what, hint=hint)
         adapter = check_source(f"hf:{request.adapter}", "", "", caller, rules)
         source = replace(source, owner_files=source.owner_files + adapter.owner_files)
     check_function("preprocess", request.preprocess, request.raw, caller, rules)
@@ -132,7 +133,7 @@ def require_roles(request: RegisterRequest, caller: Principal, *, is_code: bool 
 
 def _set_options(spec: bytes) -> bytes:
     """Return a spec's options that are set, by name: a new option changes no earlier digest.
-    A file's name and the time are left out: they make no other model."""
+    A file's name and the time are left out: they change no model."""
     options = msgspec.msgpack.decode(spec)
     pairs = (pair for pair in options.items() if pair[1] and pair[0] not in ORIGIN)
     return msgspec.msgpack.encode(sorted(pairs))

@@ -49,7 +49,7 @@ def shown_value(spec: ValueSpec) -> list[Any]:
 def came_from(manifest: Manifest, spec: bytes) -> dict[str, Any]:
     """Return the values of a row that say where a version came from: a factory, a job, a file."""
     origin = dict[str, Any]()
-    with contextlib.suppress(msgspec.DecodeError, UnicodeError):  # else its build refuses it
+    with contextlib.suppress(msgspec.DecodeError, UnicodeError):  # a build refuses it
         origin = decoded(spec)
     file, adapter = origin.get("file"), origin.get("adapter", "").rpartition("/")[2]
     at = datetime.fromtimestamp(origin.get("registered_at_s", 0)).astimezone()

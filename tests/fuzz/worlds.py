@@ -21,7 +21,7 @@ def value(name: str, width: int | None = 4, dtype: str = "float32") -> ValueSpec
 def manifest_of(layer_count: int = 3, **fields: Any) -> Manifest:
     """Return a manifest with inputs ``x`` and ``mask``, one tensor per layer, and two groups."""
     tensors = tuple(
-        plain_tensor(f"t{index}", (LAYER_BYTES,), at, dtype="uint8", in_file=at)
+        plain_tensor(f"t{index}", (LAYER_BYTES,), at, dtype="uint8", file_bytes=at)
         for index, at in enumerate(range(0, layer_count * LAYER_BYTES, LAYER_BYTES))
     )
     layers = tuple(LayerSpec(index, index + 1, 1) for index in range(layer_count))

@@ -16,9 +16,14 @@ def plain_manifest(**fields: Any) -> Manifest:
 
 
 def plain_tensor(
-    name: str, shape: tuple[int, ...], at: int = 0, *, dtype: str = "float32", in_file: int = 0
+    name: str,
+    shape: tuple[int, ...],
+    at_bytes: int = 0,
+    *,
+    dtype: str = "float32",
+    file_bytes: int = 0,
 ) -> TensorSpec:
-    """Return a tensor that begins ``at`` bytes in its region, and ``in_file`` in the file."""
+    """Return a tensor that begins at these bytes of its region and of the file."""
     size_bytes = math.prod(shape) * ITEM_BYTES[dtype]
-    places = {"offset_bytes": at, "size_bytes": size_bytes, "file_offset_bytes": in_file}
+    places = {"offset_bytes": at_bytes, "size_bytes": size_bytes, "file_offset_bytes": file_bytes}
     return TensorSpec(name=name, dtype=dtype, shape=shape, **places)

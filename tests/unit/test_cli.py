@@ -290,8 +290,8 @@ MODEL = '[[model]]\nname = "m"\nsource = "{}"\nweights = "random:0"\n'
     ("text", "words"),
     [
         (MODEL.format("torchvision:resnet5"), 'did you mean "resnet50"'),
-        (MODEL.format("hf:/nope"), "no folder '/nope'"),
-        (MODEL.format("hf:~nouser/x"), "no folder '~nouser/x'"),
+        (MODEL.format("hf:/nope"), "nothing at '/nope'"),
+        (MODEL.format("hf:~nouser/x"), "nothing at '~nouser/x'"),
         ('[gateway]\ntokens = "~nouser/x"\n', "no user '~nouser' has a home"),
         (MODEL.format("torchvision:resnet18") + "generate = true\n", "needs a language model"),
         (MODEL.format("own_nowhere.made:model"), "no module 'own_nowhere.made'"),

@@ -51,7 +51,7 @@ def test_it_takes_the_program_and_the_options_but_not_the_weights() -> None:
     }
 
 
-def test_its_file_is_its_own() -> None:
+def test_a_variant_has_its_own_file_and_time() -> None:
     world = registered(spec=spec(source="hf:x", file={"name": "old.pt"}, registered_at_s=1))
     like(world, spec=spec(weights="w", registered_at_s=2))
     assert (begun(world).get("file"), begun(world)["registered_at_s"]) == (None, 2)

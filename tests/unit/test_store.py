@@ -23,7 +23,7 @@ POISON = 0xA5
 
 
 def tensor(name: str, offset: int, count: int, file_offset: int) -> TensorSpec:
-    return plain_tensor(name, (count,), offset, in_file=len(HEADER) + file_offset)
+    return plain_tensor(name, (count,), offset, file_bytes=len(HEADER) + file_offset)
 
 
 WEIGHTS = random.Random(7).randbytes(1200)

@@ -1,8 +1,8 @@
 """The demo's two baselines, each in a plain process without PipeSwitch in the path.
 
-``ready PLAN``         all models are loaded, eager, without training. Then it reads a schedule, and
-                       answers the same requests at the same times, first come first served. This
-                       is the lower bound.
+``ready PLAN``         all models are loaded, eager, without training. Then the process reads a
+                       schedule, and answers the same requests at the same times, first come first
+                       served. This is the lower bound.
 ``start PLAN MODEL``   stop-and-start: all that a new process does for its first request: import,
                        build, load the weights from a warm file cache, run.
 

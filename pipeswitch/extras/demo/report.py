@@ -91,8 +91,8 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     _show_requests(ours, result["largest_difference"], console)
     alike_ms = result["ready_model_in_fast_turns"]["p50_ms"]
     console.print(
-        f"precision fast: p50 {fast['p50_ms'] / alike_ms:.2f} of the ready {fast_name}'s, answers "
-        f"within {result['fast']['largest_error']:.1e} of the largest output"
+        f"precision fast: p50 {fast['p50_ms'] / alike_ms:.2f} times the ready {fast_name}'s, "
+        f"error {result['fast']['largest_error']:.1e} of the largest output"
     )
     _show_training(result["training"], console)
 

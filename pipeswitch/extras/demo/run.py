@@ -2,8 +2,8 @@
 
 In order: start a server whose arena holds about two of the three models; register them, and one of
 them in precision ``fast``, too; train (``demo.digits``); send Poisson requests that alternate over
-these four; stop. Then run the two baselines (``demo.baselines``) on the same machine. Every number
-shown is measured in this run. This process never imports torch.
+these four; stop. Then measure the two baselines (``demo.baselines``) on the same machine. Every
+number shown is measured in this run. This process never imports torch.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Demo:
                 self._threads = int(client.about()["threads"])
                 facts = {"threads": self._threads, "folder": str(self._folder)}
                 self._plan_file.write_text(json.dumps(asdict(self._plan) | facts))
-                # It builds its models while the server builds ours: that takes another core.
+                # The baseline builds its models on another core while the server builds.
                 ready = stack.enter_context(_baseline("ready", self._plan_file))
                 served = self._serve(running, client, ready)
             baselines = self._baselines(ready, served.pop("schedule"))
@@ -340,7 +340,7 @@ class Demo:
         """Send the requests in an open loop: a slow answer does not delay the next request."""
         sent = []
         with self._bar(
-            f"{len(due)} requests, Poisson, alternating over {len(self._plan.models)} models",
+            f"{len(due)} requests, Poisson, alternating over {len(set(self._turns()))} models",
             len(due),
         ) as advance:
             begin_s = time.perf_counter()

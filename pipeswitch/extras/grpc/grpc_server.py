@@ -444,7 +444,7 @@ def _small(message: Any, verb: Verb) -> Answered:
 
 def _read(message: Any, data: bytes, max_bytes: int = SMALL_BYTES) -> Any:
     """Parse a message.
-    Raises InvalidInput: the bytes are not such a message; gRPC's own parser would report UNKNOWN;
+    Raises InvalidInput: the bytes are not such a message (gRPC's own parser would report UNKNOWN);
     TooLarge: there are more than ``max_bytes``."""
     if len(data) > max_bytes:
         raise TooLarge(f"{len(data)} bytes of a message, the limit is {max_bytes}")
@@ -511,7 +511,7 @@ def split_raw(data: bytes) -> tuple[bytes, Sequence[memoryview]]:
 
 def _number(data: memoryview, at: int) -> tuple[int, int]:
     """Return a varint, and the offset of its end.
-    Raises IndexError: it does not end within ten bytes."""
+    Raises IndexError: it is cut or longer than ten bytes."""
     value = 0
     for shift in range(0, 70, 7):
         byte = data[at]

@@ -22,7 +22,7 @@ class ModelDemand:
         total_bytes: size of the model's region in the arena: its layers, and padding for alignment.
         deadline_ms: maximum time from the start of a switch to its end; None: no deadline.
         pass_ms: time of a cold run of a model that is larger than the arena; 0 for other models.
-        shared_bytes: bytes that the host store has once for it and a variant.
+        shared_bytes: bytes that it shares with a variant in the host store.
     """
 
     name: str

@@ -42,8 +42,8 @@ class PaperModel:
         plan: indices of the layers that begin a group.
         batching: rules for batches of its requests; None: its requests run alone.
         row_share: time of each further request in a batch, as a fraction of the first one's.
-        family: name of its variants; empty: it has none.
-        shared_bytes: bytes of its first layers, which are those of its variants.
+        family: its variants' common name; empty: it has none.
+        shared_bytes: bytes of the first layers, equal in its variants.
     """
 
     name: str
@@ -167,7 +167,7 @@ def trained(job: PaperJob, jct_ms: float, row: Mapping[str, Any]) -> Trained:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting(SchedulerSettings):
-    """Server for a replay. Its standby workers load programs in no simulated time.
+    """Server for a replay. Its standby workers load programs in zero simulated time.
 
     Attributes:
         memory_bytes: memory of each device for models and jobs.

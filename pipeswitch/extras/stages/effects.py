@@ -158,7 +158,7 @@ def _admit_result(
     inference: Inference, command: ev.TakeResult, header: RequestHeader, sizes: Sequence[int]
 ) -> tuple[ValidatedRequest, ev.ModelAvailable]:
     """Check that a model accepts the result of its preprocessing function.
-    Raises TaskFailed: the model refuses it; the message has both signatures and the function;
+    Raises TaskFailed: the model refuses it (the message has both signatures and the function);
     ModelNotFound: the model was removed in the meantime."""
     announced = inference.models.version(*split_name(command.model))
     announced = replace(announced, wrapper=None)

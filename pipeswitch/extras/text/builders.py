@@ -89,7 +89,7 @@ def gguf_notes(spec: BuildSpec) -> list[str]:
     """Return a note that says what becomes of a GGUF file's weights.
 
     Raises:
-        RegistrationRefused: a package is missing, or the file is none, damaged, or not to generate.
+        RegistrationRefused: a package or the file is missing, it is damaged, or lacks ``generate``.
     """
     name = gguf_of(spec)["gguf_file"]
     path = find(spec, name)
@@ -98,7 +98,7 @@ def gguf_notes(spec: BuildSpec) -> list[str]:
         raise RegistrationRefused(name, "there is no such file", hint="hf:FOLDER/FILE.gguf")
     if not spec.generate:
         hint = f"pipeswitch register {spec.name} {spec.source} --generate"
-        raise RegistrationRefused(name, "a GGUF file is a language model", hint=hint)
+        raise RegistrationRefused(name, "a GGUF file needs --generate", hint=hint)
     if missing:
         why = f"{' and '.join(missing)} not installed"
         raise RegistrationRefused(name, why, hint="pip install 'pipeswitch[gguf]'")
@@ -113,7 +113,7 @@ def _read_gguf(path: Path, name: str) -> list[str]:
         kinds = sorted({one.tensor_type.name for one in tensors})
         held_bytes = sum(int(one.n_bytes) for one in tensors)
         plain_bytes = sum(4 * int(one.n_elements) for one in tensors)
-    except Exception as error:  # of numpy and of gguf, which has no class of its own
+    except Exception as error:  # numpy's or gguf's, which defines no error class
         why = f"it is cut short or damaged ({first_line(error)[:80]})"
         raise RegistrationRefused(name, why, hint=AGAIN) from None
     note = f"{name}: its weights ({', '.join(kinds)}) are taken as float32"

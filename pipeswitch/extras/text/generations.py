@@ -131,7 +131,7 @@ class Generations:
             return None
 
     def _prepared(self, generation: Generation, token: Token, request_id: str) -> Run:
-        """Allocate memory for the next run, write the run's inputs, and return it. The memory is
+        """Allocate memory for the next run, write its inputs, return the run. The memory is
         for the inputs, and for the rows that a worker adds to the cache.
         Raises QueueFull: the pool has no memory for the cache or for the inputs."""
         cache, announced = generation.cache, generation.announced

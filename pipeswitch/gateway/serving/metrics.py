@@ -147,7 +147,7 @@ class _Server:
                 {(tier,): stats[f"{key}_{part}_bytes"] for key, tier in _TIERS.items()},
             )
         if shared := stats["store_shared_bytes"]:
-            text = "Bytes that variants in the host store have once"
+            text = "Bytes that variants share in the host store"
             yield gauges("pipeswitch_memory_shared_bytes", text, ["tier"], {("host",): shared})
         states = Count(row["state"] for row in self.facts["ps"] if row["kind"] == "worker")
         by_state = {(state,): count for state, count in sorted(states.items())}

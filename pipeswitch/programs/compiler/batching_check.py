@@ -87,7 +87,7 @@ def is_batch_invariant(
 ) -> bool | None:
     """Return whether a batch's rows have the bits of rows computed alone; None without batches.
 
-    Which sizes need another computation is the program's: with ``known`` only the largest is tried.
+    With an invariant ``known`` only the largest batch is tried, otherwise its verdict is returned.
     """
     if known is not None and not known.is_batch_invariant:
         return known.is_batch_invariant

@@ -32,13 +32,13 @@ _UNREACHED: Final[set[str]] = set()  # hub's names whose hub this build could no
 
 
 def name_of(spec: BuildSpec) -> str:
-    """Return the folder or the hub's name of a source ``hf:NAME#CLASS``; a GGUF file's folder."""
+    """Return the folder or the hub's name of a source ``hf:NAME#CLASS``; for GGUF, its folder."""
     name = spec.source.partition(":")[2].partition("#")[0]
     return os.path.dirname(name) if name.endswith(GGUF) else name
 
 
 def gguf_of(spec: BuildSpec) -> dict[str, str]:
-    """Return transformers' argument for a GGUF file, or a folder with one instead of config.json.
+    """Return transformers' argument for a GGUF file, or for a folder that has no config.json.
 
     Raises:
         RegistrationRefused: the folder has several.

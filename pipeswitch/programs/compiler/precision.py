@@ -71,7 +71,7 @@ def derive(
     """Write the program in the precision of ``spec`` into ``folder`` and return its manifest.
 
     If the derived program is not faster (``fast``) or smaller (others), return the plain program's
-    manifest with a note. ``known`` has times of this program with other weights: none are measured.
+    manifest with a note. With ``known``, an earlier build's times, none are measured.
 
     Raises:
         RegistrationRefused: an output is not finite, or its error is above ``max_error``.
@@ -91,7 +91,7 @@ def derive(
     chosen = manifest.extra.get(PLAIN_CALLS, {}).get(here) if name == "fast" else None
     derived = fused(bundle.graph, weights, timed, kernels, name, chosen)
     if name == "fast" and not derived.packed_count:
-        return _gains_nothing(manifest, bundle.graph, name, here, "no call gains")
+        return _gains_nothing(manifest, bundle.graph, name, here, "nothing gets faster")
     path = folder / DERIVED_FILE
     draw = partial(answered, manifest.inputs, shapes[0], examples, plain)
     for max_coarse in (MAX_COARSE, 0.0) if name == "int8" else (0.0,):
@@ -109,7 +109,7 @@ def derive(
             path.unlink()
             return stays_exact(manifest, name, str(error)[:200])
     walks = walk(bundle.graph, weights), walk(form.graph, form.weights, kernels)
-    times = _times(walks, timed[:TIMED], known) if kernels.computes_here else []
+    times = _times_ms(walks, timed[:TIMED], known) if kernels.computes_here else []
     why_exact, note = _gain(name, shapes, times, saves=ours.total_bytes < manifest.total_bytes)
     if why_exact and chosen is None:
         path.unlink()
@@ -156,7 +156,7 @@ def _precision(
     )
 
 
-def _times(
+def _times_ms(
     walks: tuple[Walk, Walk], timed: Sequence[Sequence[torch.Tensor]], known: Precision | None
 ) -> list[Times]:
     """Return the milliseconds of a run of both graphs, for each of the inputs, or known ones."""
@@ -238,7 +238,7 @@ def _gain(
 
 
 def _gains_nothing(manifest: Manifest, graph: Graph, name: str, here: str, why: str) -> Manifest:
-    """Return ``stays_exact``, and that no call is packed here, so that nothing is timed again."""
+    """Return ``stays_exact``'s manifest; for ``fast``, record this: nothing is timed again."""
     products = [at for at, one in enumerate(graph.nodes) if one.target in PRODUCTS]
     noted = _with_plain_calls(manifest, here, products) if name == "fast" else manifest
     return stays_exact(noted, name, why)

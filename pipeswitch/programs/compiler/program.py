@@ -199,7 +199,7 @@ def _build_bundle(
 
 
 def _as_before(manifest: Manifest, folder: Path) -> Manifest:
-    """Return the manifest with what the earlier build's says about the model's origin."""
+    """Return the manifest with the model's origin from the earlier build's manifest."""
     with contextlib.suppress(RegistrationRefused):  # it is missing or damaged
         before = load_manifest(folder)
         extra = {**manifest.extra, "origin": before.extra.get("origin", "")}

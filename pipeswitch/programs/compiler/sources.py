@@ -139,7 +139,7 @@ def load_source(spec: BuildSpec) -> Loaded:
     imported_before = frozenset(sys.modules)
     if spec.adapter and not spec.source.startswith("hf:"):
         hint = "register the whole model, with the adapter's weights merged"
-        raise RegistrationRefused("adapter", "it is for a model of a source hf:NAME", hint=hint)
+        raise RegistrationRefused("adapter", "it needs a source hf:NAME", hint=hint)
     construct, usual = _constructor(spec)
     seed = _seed(spec.weights)
     with seeded(seed):

@@ -303,5 +303,5 @@ class Names:
 
 
 def not_found(name: str, **data: str) -> ModelNotFound:
-    """Return the error for an unknown model; ``data`` if it is not the request's own."""
+    """Return the error for an unknown model; ``data`` names a model not in the request."""
     return ModelNotFound(f'no model "{name}"', hint="pipeswitch models", **data)

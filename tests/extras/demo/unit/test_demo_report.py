@@ -76,7 +76,7 @@ def test_the_table_shows_the_run_and_nothing_else() -> None:
         "98.5 %",
         "bit-equal",
         "7.0 ms",
-        "0.58 of the ready m's",
+        "0.58 times the ready m's",
         "1.0e-06",
     ):
         assert part in text.getvalue()

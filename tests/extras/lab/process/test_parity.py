@@ -66,7 +66,7 @@ class Slow(torch.nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
         # The policy sjf compares the times of first runs, and on a busy machine one of 12 ms can
-        # take 50, so the next model takes eight times as long.
+        # take 50 ms, so the next takes four times as long or more.
         self.net, self.rows = mlp(WIDTH, DEPTH, number), (512, 4096, 16384)[number]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

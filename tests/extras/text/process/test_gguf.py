@@ -102,8 +102,8 @@ def test_a_wrong_gguf_file_is_refused_in_words(tmp_path: Path) -> None:
         "/other.gguf": "magic",
         "/empty.gguf": "it is empty",
         "/odd.gguf": "rwkv9",
-        "/none.gguf": "no folder",
-        "/folder.gguf": "no folder|no such file",
+        "/none.gguf": "nothing at",
+        "/folder.gguf": "nothing at|no such file",
         "": "several GGUF files: cut.gguf",
     }
     with checked_server() as checked:
