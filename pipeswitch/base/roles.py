@@ -34,7 +34,7 @@ DEFAULT_ROLES: Final = frozenset({Role.INFER})
 URGENT_PRIORITY: Final = "high"  # this priority requires ``urgent``
 OWNERS_WAY: Final = (
     "as the server's user connect after it is ready (pipeswitch ping --wait 1m), without "
-    "PIPESWITCH_HOST and --host, or "
+    "PIPESWITCH_HOST and --host (if it then lists several servers: --host ipc://PATH), or "
 )
 
 _NAMES: Final = frozenset({"name", "aliases", "version", "current", "versions", "state"})
