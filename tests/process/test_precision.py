@@ -254,7 +254,7 @@ def test_its_bits_survive_a_restart_and_damage(tmp_path: Path) -> None:
 
 def test_a_server_with_other_threads_packs_again(tmp_path: Path) -> None:
     answers: list[bytes] = []
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, Any] | None] = []
     for threads in (1, 1, 2):
         options = {"state_dir": tmp_path / "state", "args": ("--threads", str(threads))}
         with tools.checked_server(arena=ARENA, **options) as checked:
@@ -264,8 +264,10 @@ def test_a_server_with_other_threads_packs_again(tmp_path: Path) -> None:
                 )
             answers.append(bits(checked.client.infer("m", {"x": X.numpy()})))
             rows.append(checked.client.show("m")["precision"])
-    prints = [row["fingerprint"] for row in rows]
-    assert prints[0] == prints[1] != prints[2]
+    # A build on a busy machine may measure that it gains nothing: then the model stays exact.
+    prints = [(row or {}).get("fingerprint") for row in rows]
+    assert prints[0] == prints[1]
+    assert prints[2] is None or prints[2] != prints[1]
     assert answers[0] == answers[1]
     first, last = (np.frombuffer(one, np.float32) for one in (answers[0], answers[2]))
     assert abs(first - last).max() < 1e-3 * abs(first).max()
