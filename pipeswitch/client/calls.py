@@ -249,7 +249,7 @@ class Calls:
         if self._waits_for_server and time.monotonic() < self._gives_up_at_s():
             self._due(time.monotonic() + AGAIN_S)
         else:
-            self._fail_all(_no_server(self, self._listened_s > self._began_s))
+            self._fail_all(_no_server(self))
 
     def _gives_up_at_s(self) -> float:
         """Return the time on the monotonic clock at which the search ends.
@@ -269,7 +269,7 @@ class Calls:
         """Continue the search; after ``timeout_s``, fail the calls whose deadline has passed."""
         now_s, gives_up_at_s = time.monotonic(), self._gives_up_at_s()
         if now_s >= gives_up_at_s:
-            self._fail_all(_no_server(self, self._listened_s > self._began_s))
+            self._fail_all(_no_server(self))
             return
         if now_s >= self._began_s + self._timeout_s:
             for call in [call for call in self._calls.values() if call.until_s <= now_s]:
@@ -388,12 +388,15 @@ class Calls:
             self._end(call, error=error)
 
 
-def _no_server(calls: Calls, listens: bool) -> errors.ServerUnavailable:
+def _no_server(calls: Calls) -> errors.ServerUnavailable:
     """Return the error at the end of a search.
 
     A server with keys may close the connection before a client without a key gets the reason.
     """
-    if calls.has_keys or not listens or not calls.address.startswith("tcp://"):
+    link = calls._link
+    listened_s = max(calls._listened_s, link.listened_s if link is not None else 0.0)
+    is_silent = listened_s > calls._began_s and calls.address.startswith("tcp://")
+    if calls.has_keys or not is_silent:
         return no_server(calls.address)
     why = "if it requires keys, it ignores clients without one"
     return errors.ServerUnavailable(f"{calls.address} does not answer: {why}", hint=BRING)
