@@ -100,7 +100,7 @@ def test_a_profile_is_measured_and_its_plan_is_what_the_device_then_does(
         stages: list[tuple[str, float]] = []
         profile = checked.client.profile("net", [2, 1], progress=lambda s, f: stages.append((s, f)))
         assert [fraction for _, fraction in stages] == sorted(fraction for _, fraction in stages)
-        assert stages[-1][1] > 0.9
+        assert stages[-1][1] > 0.8  # 33 of 38 if the planned groups were tried before
         assert len(profile["layers"]) == DEPTH
         assert [batch["batch"] for batch in profile["batches"]] == [2, 1]
         assert all(ms > 0 for batch in profile["batches"] for ms in batch["switch_ms"])
