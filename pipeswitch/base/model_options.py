@@ -118,10 +118,13 @@ States = Annotated[
 ]
 
 
+CONTROLS: Final = r"\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069"  # of a terminal
+
+
 class SourceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """File that a user registered, as ``models --versions`` names it."""
 
-    name: Annotated[str, Meta(max_length=256)]
+    name: Annotated[str, Meta(max_length=256, pattern=f"^[^/{CONTROLS}]+$")]
     sha256: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
 
 

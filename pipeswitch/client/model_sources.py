@@ -19,6 +19,7 @@ import msgspec
 from ..base.errors import InvalidInput, RegistrationRefused
 from ..base.model_options import ModelOptions, RegisterRequest, SourceFile
 from ..base.settings import settings
+from ..base.units import escape_control_chars
 from ..programs.interface.odd_files import check_file
 from ..programs.interface.pytree import Tree, flatten
 from .verbs import Progress, as_texts
@@ -147,17 +148,16 @@ class LocalSource:
                 raise InvalidInput(
                     f"no file {weights!r}", hint="weights must be a path on this machine"
                 )
-            if weights.endswith((*PICKLED, ".safetensors", SHARDS)):
-                request = msgspec.structs.replace(request, file=file_of(weights))
             if weights.endswith((*PICKLED, SHARDS)):
                 from ..programs.compiler.files import convert_weights
 
                 weights = str(self._folder / "weights.safetensors")
                 convert_weights(request.weights, weights)
-                if request.file and request.weights.endswith(SHARDS):  # the index has no numbers
-                    digest = file_of(weights).sha256
-                    file = msgspec.structs.replace(request.file, sha256=digest)
-                    request = msgspec.structs.replace(request, file=file)
+            if weights.endswith(".safetensors") and os.path.isfile(weights):
+                # An index has no numbers: the digest is that of all its shards together.
+                content = weights if request.weights.endswith(SHARDS) else request.weights
+                file = file_of(content, named=request.weights)
+                request = msgspec.structs.replace(request, file=file)
             if weights.endswith(".safetensors"):
                 if os.path.isfile(weights):
                     check_file(weights, f"weights {weights!r}")
@@ -262,11 +262,12 @@ class LocalSource:
         return Path(self.stack.enter_context(folder))
 
 
-def file_of(path: str) -> SourceFile:
-    """Return a file's name, which ``models --versions`` shows, and its digest."""
+def file_of(path: str, *, named: str = "") -> SourceFile:
+    """Return the name, which ``models --versions`` shows, and the digest of a file's content."""
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return SourceFile(os.fsencode(os.path.basename(path)).decode(errors="replace"), digest)
+    name = os.fsencode(os.path.basename(named or path)).decode(errors="replace")
+    return SourceFile(escape_control_chars(name, keep="")[:256], digest)
 
 
 def here(source: str) -> str:

@@ -142,7 +142,8 @@ def _set_options(spec: bytes) -> bytes:
 def _file_of(request: RegisterRequest) -> SourceFile | None:
     """Return the file that the client uploaded, or that is on the server's machine."""
     paths = filter(os.path.isabs, (request.weights, request.source))
-    return request.file or next((SourceFile(os.path.basename(one)) for one in paths), None)
+    names = (escape_control_chars(os.path.basename(one), keep="")[:256] for one in paths)
+    return request.file or next((SourceFile(name) for name in names if name), None)
 
 
 def registration(

@@ -238,6 +238,8 @@ def test_a_client_that_sends_every_field_asks_for_the_same() -> None:
         {"takes": "x"},
         {"example": "x"},
         {"bacth": 8},
+        *({"file": {"name": name}} for name in ("", "a/b", "x\x1b[31m", "a\u202eb", "x" * 257)),
+        {"file": {"name": "a", "sha256": "5"}},
     ],
 )
 def test_each_mistake_is_refused_with_a_hint_or_the_field(field: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ class PaperModel:
         plan: indices of the layers that begin a group.
         batching: rules for batches of its requests; None: its requests run alone.
         row_share: time of each further request in a batch, as a fraction of the first one's.
-        family: its variants' common name; empty: it has none.
+        family: name that it and its variants have in common; empty: it has no variants.
         shared_bytes: bytes of the first layers, equal in its variants.
     """
 

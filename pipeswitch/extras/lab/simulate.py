@@ -569,9 +569,14 @@ def _models(text: str, count: int, factor: float, seed: int) -> list[PaperModel]
         raise InvalidInput(
             f"{text}: {error}", hint='[{"name": "a", "bytes": 1000000, "compute_ms": 2.5}]'
         ) from None
+    bases = {"", *(row.name for row in rows if not row.shares_with)}
     for row in rows:
-        if not row.name or row.bytes < row.layers or row.layers < 1 or not row.compute_ms >= 0:
+        is_possible = row.name and row.bytes >= row.layers >= 1 and row.compute_ms >= 0
+        if not (is_possible and 0 <= row.shared_bytes <= row.bytes):
             raise InvalidInput(f"{text}: {row.name!r} has invalid sizes or times")
+        if row.shares_with not in bases:
+            why = f"{row.name!r} shares with {row.shares_with!r}"
+            raise InvalidInput(f"{text}: {why}: not a model of the file, or itself a variant")
     models = [_equal(row.name, row.bytes, factor * row.compute_ms, row.layers) for row in rows]
     return _related(models, [msgspec.structs.asdict(row) for row in rows])
 

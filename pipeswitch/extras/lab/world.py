@@ -380,7 +380,7 @@ class World(SimulatedProcesses):
             case ev.Reply():
                 self.clients.answered(command)
             case ev.Send(ev.Address("daemon", index), message):
-                # ``image_of`` decides.
+                # ``image_of`` names the job whose image is copied.
                 if isinstance(message, daemon_msg.CopySliceOut | daemon_msg.CopySliceIn):
                     message = msgspec.structs.replace(message, job=command.image_of)
                 self._to_daemon(message, self.scenes[index])

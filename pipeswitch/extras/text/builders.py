@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...base.errors import RegistrationRefused
+from ...base.machine import available_bytes
 from ...base.units import format_bytes
 from ...programs.compiler.export import WrappedModel, first_line
 from ...programs.compiler.model_folder import find, gguf_of, name_of, settings_in, unused_files
@@ -116,6 +117,10 @@ def _read_gguf(path: Path, name: str) -> list[str]:
     except Exception as error:  # numpy's or gguf's, which defines no error class
         why = f"it is cut short or damaged ({first_line(error)[:80]})"
         raise RegistrationRefused(name, why, hint=AGAIN) from None
+    if plain_bytes > (free_bytes := available_bytes()):
+        why = f"as float32 its weights take {format_bytes(plain_bytes)}"
+        hint = f"{format_bytes(free_bytes)} of memory are available: give a smaller model"
+        raise RegistrationRefused(name, why, hint=hint)
     note = f"{name}: its weights ({', '.join(kinds)}) are taken as float32"
     sizes = f"{format_bytes(plain_bytes)} instead of {format_bytes(held_bytes)}"
     return [f"{note}, {sizes}; --precision int8 or bf16 makes them smaller"]

@@ -300,6 +300,11 @@ def test_the_command_takes_ones_own_models_and_trace(tmp_path: Path) -> None:
     status, _, error = simulate(*command[:-1])
     assert status != 0
     assert "'c', which is not a model" in error
+    for odd in ({"shares_with": "no"}, {"shares_with": "tuned"}, {"shared_bytes": -3}):
+        models.write_text(json.dumps([*rows, rows[0] | {"name": "odd"} | odd]))
+        status, _, error = simulate(*command[:-1])
+        assert status != 0
+        assert "'odd'" in error
 
 
 OF_MINE = """

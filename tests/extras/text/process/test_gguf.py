@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from pipeswitch.base.errors import ModelNotFound, PipeSwitchError, RegistrationRefused
+from pipeswitch.extras.text import builders
 
 transformers = pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf")
@@ -115,6 +116,15 @@ def test_a_wrong_gguf_file_is_refused_in_words(tmp_path: Path) -> None:
             checked.client.register("m", f"hf:{tmp_path}/good.gguf", weights="pretrained")
 
 
+def test_a_gguf_file_that_is_too_large_as_float32_is_refused_before_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path / "q4.gguf", "Q4_0")
+    monkeypatch.setattr(builders, "available_bytes", lambda: 2 * path.stat().st_size)
+    with pytest.raises(RegistrationRefused, match="as float32 its weights take"):
+        builders._read_gguf(path, "q4.gguf")
+
+
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
 def test_shards_are_one_file_of_weights(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -146,3 +156,8 @@ def test_shards_are_one_file_of_weights(kind: str, tmp_path: Path) -> None:
         for name in ("net", "like"):
             assert torch.equal(client.infer(name, x).value, other(x).detach())
         assert client.show("net")["source"].startswith(f"file {index.name}")
+        before = client.show("net")["file"]
+        save({"bias": torch.ones(4)}, tmp_path / places["bias"])
+        client.register("net", weights=index, as_version=True)
+        after = client.show("net")["file"]
+        assert (after["name"], after["sha256"] == before["sha256"]) == (index.name, False)
