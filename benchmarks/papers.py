@@ -122,6 +122,6 @@ def judge(claim: Claim, results: Results) -> tuple[str, str]:
     verdicts = {one.label: one.holds(values) for one in claim.numbers}
     missed = [label for label, is_held in verdicts.items() if is_held is False]
     holds = "yes" if True in verdicts.values() else "**no**" if missed else "not decided"
-    holds = f"yes, except: {'; '.join(missed)}" if missed and holds == "yes" else holds
+    holds = f"in part, except: {'; '.join(missed)}" if missed and holds == "yes" else holds
     shown = "; ".join(numbers) + " (a quick run)" * document["is_quick"]
     return shown + (f" ([{file}](../benchmarks/results/{file}))" if file else ""), holds

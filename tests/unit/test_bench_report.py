@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -61,6 +62,15 @@ def test_every_missed_target_is_named():
     assert rows[0].startswith("1 of 2 targets are missed")
     assert rows[4:] == ["| bad | 99 ms | ≤ 3 |"]
     assert "1 hold, 0 hold in part, and none fails" in readme.front_page(results)[-1]
+
+
+def test_claims_that_hold_in_part_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = papers.Number("a", "a", low=1.0), papers.Number("b", "b", high=1.0)
+    judged = itertools.cycle([a_claim(good), a_claim(good, bad)])
+    monkeypatch.setattr(papers, "judge", lambda *_: next(judged))
+    count = sum(len(source.claims) for source in papers.sources())
+    text = f"{-(-count // 2)} hold, {count // 2} hold in part, and none fails"
+    assert text in readme.front_page({})[-1]
 
 
 def test_the_best_of_a_row_is_marked_whoevers_it_is() -> None:
@@ -161,7 +171,7 @@ def test_whether_a_papers_claim_holds_is_computed_from_our_numbers() -> None:
     good, bad = papers.Number("a", "a", high=2.5), papers.Number("b", "b", high=2.5)
     assert a_claim(good)[1] == "yes"
     assert a_claim(good, papers.Number("b", "b", above="a"))[1] == "yes"
-    assert a_claim(good, bad, papers.Number("a", "c", above="b"))[1] == "yes, except: b; c"
+    assert a_claim(good, bad, papers.Number("a", "c", above="b"))[1] == "in part, except: b; c"
     assert a_claim(bad)[1] == "**no**"
     assert a_claim(papers.Number("a", "a"), papers.Number("gone", "b", low=0)) == (
         "a: 2; b: not in the newest result ([switch.json](../benchmarks/results/switch.json))",
