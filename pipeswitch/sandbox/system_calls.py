@@ -29,8 +29,7 @@ class Condition:
 
 Conditions = tuple[Condition, ...]  # all conditions must hold
 
-NUMBERS: Final[Mapping[str, tuple[int, int]]] = {
-    # calls for the process's own memory, threads, descriptors and clock
+_OWN: Final[dict[str, tuple[int, int]]] = {
     "read": (0, 63),
     "write": (1, 64),
     "readv": (19, 65),
@@ -87,11 +86,16 @@ NUMBERS: Final[Mapping[str, tuple[int, int]]] = {
     "prctl": (157, 167),
     "fcntl": (72, 25),
     "prlimit64": (302, 261),
-    # threads
+}
+"""Calls for the process's own memory, threads, descriptors and clock."""
+
+_THREADS: Final[dict[str, tuple[int, int]]] = {
     "clone": (56, 220),
     "clone3": (435, 435),
     "set_tid_address": (218, 96),
-    # files, which Landlock restricts
+}
+
+_FILES: Final[dict[str, tuple[int, int]]] = {  # which Landlock restricts
     "open": (2, NONE),
     "openat": (257, 56),
     "stat": (4, NONE),
@@ -129,47 +133,8 @@ NUMBERS: Final[Mapping[str, tuple[int, int]]] = {
     "umask": (95, 166),
 }
 
-FILES: Final = frozenset(
-    {
-        "open",
-        "openat",
-        "stat",
-        "lstat",
-        "fstat",
-        "newfstatat",
-        "statx",
-        "access",
-        "faccessat",
-        "faccessat2",
-        "readlink",
-        "readlinkat",
-        "getdents64",
-        "getcwd",
-        "statfs",
-        "fstatfs",
-        "mkdir",
-        "mkdirat",
-        "unlink",
-        "unlinkat",
-        "rmdir",
-        "rename",
-        "renameat",
-        "renameat2",
-        "ftruncate",
-        "fsync",
-        "fdatasync",
-        "fadvise64",
-        "fallocate",
-        "copy_file_range",
-        "sendfile",
-        "pwrite64",
-        "dup",
-        "ioctl",
-        "umask",
-    }
-)
-THREADS: Final = frozenset({"clone", "clone3", "set_tid_address"})
-OWN: Final = frozenset(NUMBERS) - FILES - THREADS
+NUMBERS: Final = {**_OWN, **_THREADS, **_FILES}
+OWN, THREADS, FILES = map(frozenset, (_OWN, _THREADS, _FILES))
 
 MADV_HARMLESS: Final = (
     mmap.MADV_NORMAL,
