@@ -74,7 +74,7 @@ REPLACES: Final = {"job": ("ended", "placed"), "ended": ("job", "hold", "placed"
 _NAME: Final = re.compile(NAME_PATTERN.pattern + r"(@[1-9][0-9]{0,8})?")  # models have a version
 _SEPARATOR: Final = "~"  # between name and kind; not allowed in names
 _OF_MODELS: Final = ("model", "serving", "chain", "alias")
-MAX_COPY_BYTES: Final = 256 << 20  # a larger copy or backup is damaged
+MAX_COPY_BYTES: Final = 256 << 20  # a larger copy is damaged
 _DIGEST_CHARS: Final = 64  # length of the hex digest before a file's content
 
 
@@ -157,15 +157,9 @@ class EntryCopies:
             OSError: the disk is full or gone; the previous copy is unchanged.
         """
         path = self._path(*key_of(entry))
-        data = packed(
-            [
-                {
-                    "kind": entry["kind"],
-                    "name": entry["name"],
-                    **{field: entry[field] for field in FIELDS[entry["kind"]]},
-                }
-            ]
-        )
+        fields = ("kind", "name", *FIELDS[entry["kind"]])
+        content = msgspec.msgpack.encode([{field: entry[field] for field in fields}])
+        data = hashlib.sha256(content).hexdigest().encode() + content
         if _content(path) != data:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             _write_whole(path, data)
@@ -175,14 +169,8 @@ class EntryCopies:
         return self._root / folder / f"{name}{_SEPARATOR}{kind}"
 
 
-def packed(entries: list[Entry]) -> bytes:
-    """Return the content of a file that holds these entries: a digest, then MessagePack."""
-    content = msgspec.msgpack.encode(entries)
-    return hashlib.sha256(content).hexdigest().encode() + content
-
-
 def _unpacked(path: Path) -> list[Entry]:
-    """Return the entries that ``packed`` wrote; none if the file is damaged or missing."""
+    """Return a list of one entry, the MessagePack behind a digest; empty if it is damaged."""
     data = _content(path)
     content = data[_DIGEST_CHARS:]
     if hashlib.sha256(content).hexdigest().encode() != data[:_DIGEST_CHARS]:
@@ -196,22 +184,6 @@ def _content(path: Path) -> bytes:
         return read_plain(path, MAX_COPY_BYTES)
     except OSError:
         return b""
-
-
-def read_backup(path: Path) -> dict[Key, Entry]:
-    """Return the entries of a backup; none if it is damaged or missing."""
-    return {key_of(entry): entry for entry in _unpacked(path) if _is_sound(entry)}
-
-
-def write_backup(data: bytes, newest: Path, older: Path) -> None:
-    """Write packed entries as the newest backup, unless it already has them."""
-    try:
-        if _content(newest) != data:
-            if _unpacked(newest):
-                os.replace(newest, older)
-            _write_whole(newest, data)
-    except OSError as error:
-        log.warning("the journal's backup cannot be written: %s", error)
 
 
 def _is_sound(entry: Entry) -> bool:

@@ -5,8 +5,8 @@ A model's entry stays until it is unregistered, a job's until the job is over, a
 it is removed, and a hold until its job is resumed or over.
 
 Each row has a digest. If the journal is damaged, in one row or as a whole, it is renamed and
-rebuilt from its sound rows, from the copies beside models and commits (``entries``), and from the
-newest backup. Files that no entry names after that are moved to ``orphans/`` and never removed.
+rebuilt from its sound rows and from the copies beside models and commits (``entries``). Files that
+no entry names after that are moved to ``orphans/`` and never removed.
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ from .entries import (
     digest_of,
     is_name,
     key_of,
-    packed,
-    read_backup,
     superseded_by,
-    write_backup,
 )
 from .folders import StateDir
 
@@ -50,8 +47,6 @@ log = logging.getLogger(__name__)
 
 FILE_NAME: Final = "journal.sqlite"
 SCHEMA_VERSION: Final = 14  # the file's user_version; 0: no tables yet
-BACKUPS: Final = ("journal.backup", "journal.backup-1")  # the newest first
-BACKUP_EVERY_S: Final = 60.0  # minimum interval after additions; a removal is backed up at once
 SLOW_APPEND_MS: Final = 100.0  # an append blocks the loop, so a longer one is logged
 DIGEST_COLUMN: Final = "sha256"
 SUFFIXES: Final = ("", "-wal", "-journal", "-shm")  # of the database's files
@@ -78,7 +73,6 @@ class JournalFile:
             the journal was opened, by name, in the order of acceptance.
         losses: sentences for the user about damage and about its repair.
         lost: keys of entries that existed and could not be restored from any source.
-        run_later: runs a function on another thread; the default runs it at once.
     """
 
     def __init__(
@@ -96,9 +90,6 @@ class JournalFile:
         self._path, self._places = path, StateDir(root=path.parent)
         self._owed: dict[Key, Entry] = {}  # the latest entry of each key that is not written yet
         self._copies = EntryCopies(path.parent)
-        self._backups = [path.with_name(name) for name in BACKUPS]
-        self._backed_up_at_s, self._is_backed_up = 0.0, True
-        self.run_later: Callable[[Callable[[], None]], None] = lambda work: work()
         self.losses, self.lost = [*losses], list[Key]()
         try:
             self._entries = self._read(f"{wall_clock():.0f}")
@@ -113,7 +104,6 @@ class JournalFile:
         with contextlib.suppress(OSError):  # a full disk: the journal itself is sound
             for entry in self._entries.values():
                 self._copies.keep(entry)
-            self._back_up()
             sync_directory(path.parent)
         for text in self.losses:
             log.warning("journal=%s %s", path, text)
@@ -123,12 +113,11 @@ class JournalFile:
 
         1. If it is sound and has an entry for each copy, use it as it is.
         2. If it is sound but lacks entries (a damaged write-ahead log), add them from the copies.
-        3. If it is damaged or missing, create a new one from rows, copies and the newest backup.
+        3. If it is damaged or missing, create a new one from rows and copies.
         """
         copies, bad = self._copies.read()
-        saved = next(filter(None, map(read_backup, self._backups)), {})
         problem, sound = "", dict[Key, Entry]()
-        is_used = bool(copies or bad or saved or self._places.unnamed((), ()))
+        is_used = bool(copies or bad or self._places.unnamed((), ()))
         if is_used and not self._path.exists():
             problem = "it is missing"
         else:
@@ -137,9 +126,6 @@ class JournalFile:
                 sound, wrong = _entries(self._database)
                 if wrong:
                     problem = f"{len(wrong)} of its entries are damaged"
-                elif saved and not sound:  # a removal updates the backup, so the backup is right
-                    problem = "it is empty"
-                if problem:
                     self._database.close()
             except DAMAGE as error:
                 # A damaged header may say that the file is read-only or cannot be opened.
@@ -155,8 +141,7 @@ class JournalFile:
             bad |= wrong
         missed = {key: entry for key, entry in copies.items() if key not in sound}
         if problem:
-            missed |= {key: entry for key, entry in saved.items() if key not in sound}
-            self._rewrite(problem, _merged(saved, sound, copies))
+            self._rewrite(problem, _merged(sound, copies))
         else:
             self._put(missed)
         entries, _ = _entries(self._database)
@@ -249,9 +234,6 @@ class JournalFile:
             if self._entries.get(key_of(one)) is one:  # no later one has superseded it
                 with contextlib.suppress(OSError):  # the next start writes the copy
                     self._copies.keep(one)
-        self._is_backed_up = False
-        if entry["kind"] in ENDS or began_s - self._backed_up_at_s > BACKUP_EVERY_S:
-            self._back_up()
         took_ms = (time.monotonic() - began_s) * 1000.0
         if took_ms > SLOW_APPEND_MS:
             log.warning("journal=%s slow disk: an entry took %.0f ms", self._path, took_ms)
@@ -267,21 +249,12 @@ class JournalFile:
         self._owed.pop(key, None)  # the newest entry is written last
         self._owed[key] = entry
 
-    def _back_up(self) -> None:
-        """Let ``run_later`` write all entries; to pack a thousand takes 4 ms."""
-        self._backed_up_at_s, self._is_backed_up = time.monotonic(), True
-        entries = [*self._entries.values()]
-        self.run_later(lambda: write_backup(packed(entries), *self._backups))
-
     def close(self) -> None:
         if self._owed:
             try:
                 self.append(self._owed.popitem()[1])
             except OSError as problem:
                 log.error("journal=%s is behind: %s", self._path, problem.strerror)
-        self.run_later = lambda work: work()
-        if not self._is_backed_up:
-            self._back_up()
         self._database.close()
 
 

@@ -58,7 +58,6 @@ class Server:
         self.frontend = self._make_frontend()
         self.scheduler.core.kind = self.frontend.kinds
         self.journal = _open_journal(places)
-        self.journal.run_later = self.frontend.uploads.run_later
         child_log = places.logs / "processes.log"
         self.processes = Processes(
             self.selector, child_log, self._give_up, log_bytes=sizes.log_bytes

@@ -168,7 +168,7 @@ def step_and_digest(folder: Path) -> tuple[int, str]:
 HOLE_BYTES = 1 << 40
 PLACES = (
     *(f"journal.sqlite{suffix}" for suffix in ("-wal", "-shm", "-journal")),
-    "journal.new.sqlite journal.backup.tmp lock gateway.lock cluster.json published trash",
+    "journal.new.sqlite lock gateway.lock cluster.json published trash",
     "orphans jobs uploads uploads/x logs/server.log.1 logs/requests.jsonl logs/job-held.log",
     "models/a~model.tmp models/stray~model models/.build-1 commits/.gone-1 profiles/x.json",
     "commits/held/commit.json.tmp keys/clients/x.key",
@@ -582,11 +582,7 @@ def test_an_entry_without_a_copy_is_listed_as_failed(sound: Sound, tmp_path: Pat
     with contextlib.closing(sqlite3.connect(folder / FILE_NAME)) as database, database:
         database.execute("UPDATE model SET spec = x'00' WHERE name = 'int8'")
         database.execute("UPDATE job SET entry = 'x' WHERE name = 'held'")
-    for path in (
-        *folder.glob("journal.backup*"),
-        *folder.glob("*/int8~model"),
-        *folder.glob("*/held~*"),
-    ):
+    for path in (*folder.glob("*/int8~model"), *folder.glob("*/held~*")):
         path.unlink()
     with contextlib.closing(Restored(folder)) as restored:
         models, jobs = restored.models(), restored.jobs()

@@ -21,7 +21,7 @@ from pipeswitch.base.errors import ConfigError
 from pipeswitch.base.version import own_version
 from pipeswitch.controller import journal
 from pipeswitch.controller.folders import TRASH_KEPT_S, StateDir
-from pipeswitch.controller.journal import BACKUPS, FILE_NAME, JournalFile, copy_journal
+from pipeswitch.controller.journal import FILE_NAME, JournalFile, copy_journal
 
 
 def job(name: str, **more: Any) -> dict[str, Any]:
@@ -236,7 +236,6 @@ def test_a_journal_is_the_owners_alone(tmp_path: Path) -> None:
     assert modes == {
         FILE_NAME: 0o600,
         FILE_NAME + "-wal": 0o600,
-        BACKUPS[0]: 0o600,
         "commits": 0o700,
     }  # there is no "-shm" file, because sqlite does not map the log's index here
 
@@ -315,8 +314,7 @@ def test_a_row_that_cannot_be_used_costs_itself_alone(
         database.execute(change)
         database.commit()
     if not has_copies:
-        for path in (*tmp_path.glob("journal.backup*"), tmp_path / "commits" / "bad~job"):
-            path.unlink()
+        (tmp_path / "commits" / "bad~job").unlink()
     whole = {"one": job("one")} | ({"bad": job("bad")} if has_copies else {})
     with opened(tmp_path) as again:
         assert again.jobs == whole
@@ -416,25 +414,14 @@ DAMAGES = [
     lambda path: path.write_bytes(path.read_bytes()[:5000]),
     lambda path: path.write_bytes((path.parent / "models" / "m~model").read_bytes()),
 ]
-COPIES = ["all", "backups alone", "copies alone"]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=range(len(DAMAGES)))
-@pytest.mark.parametrize("copies", COPIES)
-def test_a_journal_is_written_again_from_what_lies_beside_it(
-    tmp_path: Path, damage: Any, copies: str
-) -> None:
+def test_a_journal_is_written_again_from_what_lies_beside_it(tmp_path: Path, damage: Any) -> None:
     before = filled(tmp_path)
     damage(tmp_path / FILE_NAME)
     for path in tmp_path.glob("*/*~*"):  # a coarse clock may give all files the same time
         os.utime(path, ns=(0, 0))
-    doomed = {
-        "all": [],
-        "backups alone": tmp_path.glob("*/*~*"),
-        "copies alone": tmp_path.glob("journal.backup*"),
-    }[copies]
-    for path in [*doomed]:
-        path.unlink()
     with closing(JournalFile(tmp_path / FILE_NAME, lambda: 1000.0)) as again:
         assert contents(again) == before
         assert again.losses
@@ -464,15 +451,13 @@ def test_no_byte_of_the_journal_stops_a_start(tmp_path: Path, flip: int) -> None
     assert not any(tmp_path.glob("journal.new*"))
 
 
-@pytest.mark.parametrize("kind", ["folder", "pipe", "socket", "hole", "backup", "copy", "twice"])
+@pytest.mark.parametrize("kind", ["folder", "pipe", "socket", "hole", "copy", "twice"])
 @pytest.mark.parametrize(
     "name",
     [
         FILE_NAME,
         *(f"{FILE_NAME}-{suffix}" for suffix in ("wal", "shm", "journal")),
         "journal.new.sqlite",
-        *BACKUPS,
-        f"{BACKUPS[0]}.tmp",
         "models/m~model",
         "models/m~model.tmp",
         "commits/held~hold",
@@ -488,7 +473,7 @@ def test_the_journal_is_whole_whatever_is_in_a_files_place(
     root = tmp_path / "s"
     root.mkdir()
     before, target = filled(root), root / name
-    foreign = {"backup": BACKUPS[0], "copy": "commits/one~job", "twice": FILE_NAME}.get(kind)
+    foreign = {"copy": "commits/one~job", "twice": FILE_NAME}.get(kind)
     data = (root / foreign).read_bytes() if foreign else b""
     if target.is_dir():
         shutil.rmtree(target)
@@ -577,24 +562,6 @@ def test_what_was_dropped_never_comes_back(tmp_path: Path) -> None:
         assert "m" not in again.models
         assert not again.chains
         assert (set(again.ended), set(again.jobs), again.holds) == ({"held"}, {"one"}, {})
-
-
-def test_a_backup_that_is_damaged_takes_no_place_of_a_sound_one(tmp_path: Path) -> None:
-    filled(tmp_path)
-    with opened(tmp_path) as file:
-        file.append(job("later"))
-        before = {**contents(file), "models": dict(file.models)}
-    newest = tmp_path / BACKUPS[0]
-    damaged_magic(tmp_path / FILE_NAME)
-    damaged_page(newest)
-    for path in tmp_path.glob("*/*~*"):
-        path.unlink()
-    with opened(tmp_path) as again:
-        assert contents(again)["models"] == before["models"]
-    newest.unlink()
-    damaged_magic(tmp_path / FILE_NAME)
-    with opened(tmp_path) as last:
-        assert contents(last)["models"] == before["models"]
 
 
 def test_a_copy_that_is_damaged_or_anothers_is_written_again(tmp_path: Path) -> None:
