@@ -16,7 +16,6 @@ from ...ipc.messages.base import JobName, ModelName
 from ...programs.interface.layout import REGION_ALIGN_BYTES, Batching, aligned
 from ...scheduler.memory.commits import HEADER_BYTES
 from ...scheduler.policies import Policy
-from ...scheduler.policies.orders import WindowJob
 from ...scheduler.scheduler import Scheduler
 from ...scheduler.state import events as ev
 from ...scheduler.state.core import SchedulerSettings
@@ -26,7 +25,6 @@ from .costs import MIB, Costs, Link, Training
 from .planner import costs_of, plan_of
 from .profile import Profile
 from .programs import ALIGNMENT_BYTES, SimulatedProgram, manifest_of, variant_of
-from .windows import Memory, run
 from .world import World
 
 NEAR_MS: Final = 1e-6  # tolerance for the rounding of a sum of instants
@@ -269,36 +267,35 @@ def serial(setting: Setting, models: Sequence[PaperModel], arrivals: Sequence[Ar
     """Replay a trace with the loop that PipeSwitch's authors published, for comparison.
     Requests run in order of arrival. A model is copied completely before it computes, and the least
     recently used model is evicted."""
-    link = setting.costs.to_device
-    jobs = [
-        WindowJob(
-            model=models[arrival.model].name,
-            compute_ms=models[arrival.model].compute_ms,
-            load_ms=link.copy_ms(models[arrival.model].size_bytes),
-            size_bytes=models[arrival.model].size_bytes,
-            arrived_at_ms=arrival.at_ms,
-        )
-        for arrival in arrivals
-    ]
-    memory = Memory(capacity_bytes=setting.memory_bytes, is_prefetching=False, is_belady=False)
-    turns = run(jobs, range(len(jobs)), memory)
-    took_ms = [turn.ends_at_ms - job.arrived_at_ms for turn, job in zip(turns, jobs, strict=True)]
-    loads = [
-        job for turn, job in zip(turns, jobs, strict=True) if turn.load_begins_at_ms is not None
-    ]
+    resident: dict[str, int] = {}  # bytes by name; the first model was used least recently
+    latency_ms: list[float] = []
+    ends_at_ms = busy_ms = 0.0
+    in_slo = switches = copied_bytes = 0
+    for arrival in arrivals:
+        model = models[arrival.model]
+        ends_at_ms = max(ends_at_ms, arrival.at_ms)
+        if resident.pop(model.name, None) is None:
+            if model.size_bytes > setting.memory_bytes:
+                sizes = f"{model.size_bytes} bytes, the device {setting.memory_bytes}"
+                raise ValueError(f'"{model.name}" has {sizes}')
+            while sum(resident.values()) + model.size_bytes > setting.memory_bytes:
+                del resident[next(iter(resident))]
+            ends_at_ms += setting.costs.to_device.copy_ms(model.size_bytes)
+            switches, copied_bytes = switches + 1, copied_bytes + model.size_bytes
+        resident[model.name] = model.size_bytes
+        ends_at_ms, busy_ms = ends_at_ms + model.compute_ms, busy_ms + model.compute_ms
+        latency_ms.append(ends_at_ms - arrival.at_ms)
+        in_slo += latency_ms[-1] <= setting.slo_ms + model.compute_ms + NEAR_MS
     return Outcome(
-        requests=len(jobs),
-        latency_ms=tuple(took_ms),
+        requests=len(arrivals),
+        latency_ms=tuple(latency_ms),
         refused={},
-        switches=len(loads),
-        in_slo=sum(
-            ms <= setting.slo_ms + job.compute_ms + NEAR_MS
-            for ms, job in zip(took_ms, jobs, strict=True)
-        ),
-        copied_bytes=sum(job.size_bytes for job in loads),
-        busy_ms=sum(job.compute_ms for job in jobs),
-        makespan_ms=max((turn.ends_at_ms for turn in turns), default=0.0),
-        order=tuple(range(len(jobs))),
+        switches=switches,
+        in_slo=in_slo,
+        copied_bytes=copied_bytes,
+        busy_ms=busy_ms,
+        makespan_ms=ends_at_ms,
+        order=tuple(range(len(arrivals))),
     )
 
 

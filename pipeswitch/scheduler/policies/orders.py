@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .policy import Order, View, Waiting, reuse_of
 
@@ -82,15 +82,11 @@ class Collate(AgingOrder):
         return (reuse_of(head),)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WindowJob:
+class WindowJob(NamedTuple):
     """Job in a window: one request, or all requests of one client's turn."""
 
-    model: str
-    load_ms: float  # time to copy the model over the link, if it is not resident
+    load_ms: float  # time to copy the model over the link; 0: it is resident
     compute_ms: float
-    size_bytes: int = 0  # size of the model in the device's memory
-    arrived_at_ms: float = 0.0
 
 
 def alternating(jobs: Sequence[WindowJob]) -> tuple[int, ...]:
@@ -126,6 +122,5 @@ class Alternating(Order):
         for head, count in zip(heads, counts, strict=True):
             predicted = view.predict(head.model, head.batch)
             load_ms = 0.0 if head.is_resident else predicted.load_ms
-            compute_ms = count * predicted.compute_ms
-            jobs.append(WindowJob(model=head.model, load_ms=load_ms, compute_ms=compute_ms))
+            jobs.append(WindowJob(load_ms, count * predicted.compute_ms))
         return alternating(jobs)

@@ -58,11 +58,11 @@ def at_once(models: list[PaperModel], order: str, **settings: Any) -> Outcome:
 def test_the_worked_example_of_the_thesis_on_the_real_scheduler(
     order: str, total_ms: float
 ) -> None:
-    models = [whole(job.model, job.load_ms, job.compute_ms) for job in thesis.EXAMPLE]
+    models = [whole(name, *job) for name, job in thesis.EXAMPLE.items()]
     outcome = at_once(models, order)
     assert outcome.makespan_ms == pytest.approx(total_ms, abs=0.01)
     assert outcome.order == (0, 1, 2, 3)
-    assert outcome.busy_ms == sum(job.compute_ms for job in thesis.EXAMPLE)
+    assert outcome.busy_ms == sum(job.compute_ms for job in thesis.EXAMPLE.values())
 
 
 def test_memory_for_one_model_is_no_prefetch_at_all() -> None:
@@ -115,6 +115,10 @@ def test_serial_overlaps_nothing_and_admission_refuses_what_would_be_late() -> N
     one_by_one = serial(setting, models, requests)
     assert one_by_one.latency_ms == pytest.approx((30.0, 60.0, 79.0, 98.5))
     assert (one_by_one.in_slo, one_by_one.switches, one_by_one.makespan_ms) == (2, 2, 100.0)
+    for_one = dataclasses.replace(setting, memory_bytes=10 * PER_MS)
+    assert serial(for_one, models, requests).latency_ms == pytest.approx((30.0, 60.0, 89.0, 118.5))
+    with pytest.raises(ValueError, match='"A" has'):
+        serial(dataclasses.replace(setting, memory_bytes=PER_MS), models, requests)
     strict = dataclasses.replace(setting, has_deadlines=True, admission="deadline")
     warm = [Arrival(0.0, 0), Arrival(200.0, 1)]  # these runs measure the models' times
     outcome = replay(strict, models, [*warm, *(Arrival(400.0 + i, i % 2) for i in range(6))])
