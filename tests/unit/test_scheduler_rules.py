@@ -2771,6 +2771,10 @@ def test_a_share_of_requests_goes_to_a_version_until_another_one_is_chosen(rig: 
     split(50)
     publish(rig, job)
     assert versions.served("net").shares == {}
+    for registration_id, model in {0: "net@2", born: "net@3"}.items():
+        event = arrival(rig.token(), "net@2", registration_id=registration_id)
+        went = rig.scheduler.admission._of_a_version_that_is_there(event)
+        assert went.model == model, "a frontend may not know the current version yet"
 
 
 def test_a_split_with_a_quarantined_version_answers_from_the_current_one(rig: Rig) -> None:

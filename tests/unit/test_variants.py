@@ -14,7 +14,7 @@ from pipeswitch.ipc.messages.builder import BuildDone
 from pipeswitch.ipc.messages.daemon import CopyPart, TransmitEnded, TransmitModel
 from pipeswitch.programs.interface.layout import LookupSpec
 from pipeswitch.scheduler.state import events as ev
-from pipeswitch.scheduler.state.states import Residency
+from pipeswitch.scheduler.state.states import Residency, VersionEvent
 from pipeswitch.scheduler.state.variants import (
     GAP_BYTES,
     MAX_PAIRS,
@@ -144,6 +144,28 @@ def test_a_model_in_use_keeps_its_place(rig: Variants) -> None:
     assert not rig.sent(TransmitModel)
     rig.done()
     assert rig.sent(TransmitModel)[0].groups[0].parts == ()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_version_awaits_the_last_task_of_the_one_it_replaces(*, waits: bool) -> None:
+    """If further requests wait for the old version, both versions get a place."""
+    rig = Variants(arena_mib=64)
+    rig.infer("a")
+    rig.arrived("a")
+    models = rig.scheduler.machine.models
+    models["a"].serving.apply(VersionEvent.REPLACED, "published")
+    models["b"].base = models["a"].base
+    rig.handle(ev.PrefetchHint(model="b"))
+    for name in "ab" if waits else "b":
+        rig.infer(name)
+        assert not rig.sent(TransmitModel)
+    if waits:
+        rig.infer("a")
+    else:
+        rig.done()
+    [order] = rig.sent(TransmitModel)
+    is_in_place = order.arena_offset_bytes == rig.state.replicas["a"].preferred_offset_bytes
+    assert (order.groups[0].parts == (), is_in_place) == (not waits, not waits)
 
 
 @pytest.mark.parametrize("ends", ["cancelled", "daemon"])

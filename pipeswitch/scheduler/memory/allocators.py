@@ -187,19 +187,22 @@ class ArenaAllocator:
         """Return an idle variant's place if the model costs less there.
 
         A variant costs the policy's price for the part of it that would have to be copied back,
-        less at the model's home, and nothing if the model is the version that replaced it.
+        less at the model's home, and nothing if the model is the version that replaced it: then
+        its last tasks are awaited, if no request waits for it.
         """
         family, price, model = replica.family, (best.cost, 1.0), replica.model
+        is_current = model.serving.state is VersionState.CURRENT
         for region, cost in zip(self.regions, costs, strict=True):
             other = self.model_of(region)
-            if family is None or cost is None or other is None or other.name not in family.members:
+            if family is None or other is None or other.name not in family.members:
                 continue
+            if is_current and model.base == other.model.base:
+                cost = () if cost or not self._device.queue.count(other.name) else None
             share = family.share(other.name, replica.name)
-            if other.residency.state is Residency.RESIDENT and share <= MAX_SHARE:
+            is_there = other.residency.state is Residency.RESIDENT
+            if cost is not None and is_there and share <= MAX_SHARE:
                 is_home = region.offset_bytes == replica.preferred_offset_bytes
                 cost = tuple([share * part * (HOME_WEIGHT if is_home else 1.0) for part in cost])
-                if model.base == other.model.base and model.serving.state is VersionState.CURRENT:
-                    cost = ()  # as for a place without victims
                 if (cost, share) < price:
                     ranges, price = family.difference(replica.name, other.name), (cost, share)
                     best = VariantPlace(region.offset_bytes, (region,), cost, ranges)
@@ -308,16 +311,17 @@ class ArenaAllocator:
         return least_window(sizes, last_groups(manifest), max_bytes, REGION_ALIGN_BYTES)
 
     def obstacles(self, window: Extent) -> list[Region]:
-        """Return the victims that must stay for now, such as slices and abandoned copies."""
+        """Return the victims that must stay for now: slices, abandoned copies, models in use."""
         return [
             victim
             for victim in window.victims
-            if victim.owner.kind in ("slice", "scrub") or self._is_abandoned(victim)
+            if victim.owner.kind in ("slice", "scrub") or self._is_in_use(victim)
         ]
 
-    def _is_abandoned(self, region: Region) -> bool:
+    def _is_in_use(self, region: Region) -> bool:
         replica = self.model_of(region)
-        return replica is not None and replica.residency.state is Residency.ABANDONED
+        is_left = replica is not None and replica.residency.state is Residency.ABANDONED
+        return is_left or (replica is not None and replica.users > 0)
 
     def check_fits(self, model: Model, *, is_pinned: bool) -> None:
         """Check that the model can ever run: it fits, or its groups can stream through the arena.

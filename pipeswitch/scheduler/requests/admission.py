@@ -16,7 +16,7 @@ from ..state.device_state import DeviceState
 from ..state.events import CancelRequest, InferArrived, Prepared, Reply
 from ..state.queue import Queue
 from ..state.records import HelperQueue, Model, Request, Steps
-from ..state.states import MODEL_AWAITED, ModelState, TaskEvent, TaskState
+from ..state.states import MODEL_AWAITED, ModelState, TaskEvent, TaskState, VersionState
 from ..state.versions import Versions, split_name
 from . import forecast
 from .batching import measure
@@ -145,13 +145,16 @@ class Admission:
                 break
 
     def _of_a_version_that_is_there(self, event: InferArrived) -> InferArrived:
-        """Return the request for a version that is there: by the shares, or the current version."""
+        """Return the request for a version that is there: the one it names, or one by the shares,
+        or the current one, which the frontend may not know yet."""
         model = self._models.get(event.model)
         if model is not None and model.state.state is not ModelState.LEAVING:
-            if model.split is None or event.registration_id != model.split.born:
+            is_current = model.serving.state is VersionState.CURRENT
+            if not event.registration_id or (is_current and model.split is None):
                 return event
-            drawn = self._versions.drawn(model.split, model)
-            return replace(event, model=drawn.name, digest=drawn.built.digest)
+            if model.split is not None and event.registration_id == model.split.born:
+                drawn = self._versions.drawn(model.split, model)
+                return replace(event, model=drawn.name, digest=drawn.built.digest)
         name = split_name(event.model)[0]
         served, current = self._versions.served(name), self._versions.current(name)
         if (
