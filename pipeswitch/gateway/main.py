@@ -117,7 +117,7 @@ async def _serve(settings: GatewaySettings, channel: Channel, descriptors: Seque
         connections_per_address=config.max_connections // 2,
     )
     shared = Shared(limits.waiting_bytes, limits.answer_bytes)
-    service.queue_full_count = lambda: shared.queue_full_count
+    service.queue_full_count, service.errors = lambda: shared.queue_full_count, shared.errors
     code = settings.allow_code
     context = DoorContext(service=service, upstream=upstream, aside=shared.aside, allow_code=code)
     router = Router(callers, open_doors(context))

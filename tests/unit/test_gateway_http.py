@@ -200,6 +200,7 @@ def test_a_refused_head_ends_the_connection_before_its_body_and_not_without_one(
     assert answers(wire)[2][0] == 404
     assert b"Connection: close" in wire.sent
     assert wire.has_ended
+    assert rig.server.shared.errors == {"404": 2}
 
 
 def test_what_cannot_be_read_is_refused_once_and_the_connection_ends(

@@ -91,6 +91,7 @@ def facts() -> dict[str, Any]:
         ),
         0,
     )
+    own["gateway_errors"], own["rejected"] = {"400": 3}, 2
     counts = Counters(accepted=9, ok=2, error=6, queue_full=5).as_dict()
     row = {"sequences": 2, "sequence_bytes": 96, "spare_bytes": 32, "tokens": 7}
     own["sequences_by_model"] = {"chat": row, "chat@2": row | {"tokens": 1}}
@@ -132,6 +133,8 @@ def test_an_operator_is_told_of_the_server_and_others_are_not() -> None:
     outcomes = {key[1]: n for key, n in samples_by_name.items() if "_requests_total" in key[0]}
     assert outcomes == {"ok": 2, "error": 1, "queue_full": 5, "undeliverable": 0}
     assert samples_by_name["pipeswitch_gateway_queue_full_total",] == 0
+    assert samples_by_name["pipeswitch_gateway_errors_total", "400"] == 3
+    assert samples_by_name["pipeswitch_rejected_total",] == 2
     assert samples_by_name["pipeswitch_in_flight_requests",] == 1
     assert samples_by_name["pipeswitch_memory_capacity_bytes", "device"] > 0
     assert samples_by_name["pipeswitch_memory_free_bytes", "requests"] == 4

@@ -247,13 +247,11 @@ class GrpcVerbs:
     def _told(
         self, error: PipeSwitchError
     ) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
-        """Return the arguments of ``abort``: code, text, and as trailing metadata the error's name
-        and the limit that refused the call.
-
-        Count the error if it is QueueFull.
-        """
+        """Count the error, and return the arguments of ``abort``: code, text, and as trailing
+        metadata the error's name and the limit that refused the call."""
         self._shared.queue_full_count += isinstance(error, QueueFull)
         code = grpc.StatusCode[status_of(error).grpc]
+        self._shared.errors[code.name] += 1
         named = {"code": type(error).__name__, **limit_of(error)}
         return code, str(error), tuple((f"pipeswitch-{key}", text) for key, text in named.items())
 

@@ -341,6 +341,8 @@ class HttpConnection(asyncio.BufferedProtocol):
                         answer = await answered(work, request.body, path, refuse)
                 finally:
                     self._server.shared.waiting.give(self.peer, len(request.body))
+                if answer.status >= 400:
+                    self._server.shared.errors[str(answer.status)] += 1
                 is_kept, has_body = request.is_kept and not self.parser.is_ending, request.has_body
                 frame = _chunk if request.is_chunked else bytes
                 del request  # free its body before the answer is sent

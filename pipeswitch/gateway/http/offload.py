@@ -27,6 +27,7 @@ class Shared:
         )
         self.answers = FairQuota(answer_bytes, "bytes of answers that are not read", "answer_bytes")
         self.queue_full_count = 0  # requests refused with QueueFull
+        self.errors: Counter[str] = Counter()  # answers with an error, by HTTP or gRPC status
 
 
 class OffloadThread:

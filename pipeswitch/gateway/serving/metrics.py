@@ -28,6 +28,7 @@ _COUNTERS: Final[Mapping[str, str]] = {
     "worker_restarts": "Restarts of workers",
     "daemon_restarts": "Restarts of memory daemons",
     "malformed": "Malformed messages",
+    "rejected": "Requests refused before they were accepted: no such model, a wrong shape",
     "queue_full": "Requests refused because a queue was full",
     "gateway_queue_full": "The same, of HTTP and gRPC: also those that only the gateway refused",
     "slow_clients": "Clients dropped because they did not read",
@@ -125,6 +126,12 @@ class _Server:
             ("sequences", "Sequences with state on the server", stats["sequences"]),
         ):
             yield gauges(f"pipeswitch_{key}", text, [], {(): value})
+        yield counters(
+            "pipeswitch_gateway_errors",
+            "Answers with an error, by HTTP status or gRPC code: also what only the gateway refused",
+            ["code"],
+            {(code,): count for code, count in stats.get("gateway_errors", {}).items()},
+        )
         yield counters(
             "pipeswitch_dispatches",
             "Dispatched requests, by the part of the model that was copied: all (cold), some "

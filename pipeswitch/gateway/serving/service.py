@@ -74,6 +74,7 @@ class Service:
         self.text_processes = 8  # maximum number of running text processes
         self.aliases: dict[str, str] = {}  # alias for OpenAI's clients -> model
         self.queue_full_count: Callable[[], int] = int  # returns ``Shared.queue_full_count``
+        self.errors: Mapping[str, int] = {}  # ``Shared.errors``
         self._upstream = upstream
         self._tracer = tracer
         self._regions = regions
@@ -317,6 +318,7 @@ class Service:
             versions = self._upstream.ask("models", body={"versions": True})
             stats, jobs, ps, models = await asyncio.gather(*replies, versions)
             rows, stats["gateway_queue_full"] = models["models"], self.queue_full_count()
+            stats["gateway_errors"] = self.errors
             current = _named([row for row in rows if row["current"]])
             self._tally.forget_others({name for name, _ in current})
             facts = {

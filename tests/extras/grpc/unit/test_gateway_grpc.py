@@ -407,6 +407,7 @@ def test_a_call_whose_half_message_is_too_much_for_its_address_is_refused(verb: 
         assert [part async for part in behavior(None, context)] == []
         assert context.aborted == ["RESOURCE_EXHAUSTED"]
         assert (shares.held, shared.queue_full_count) == (0, 1)
+        assert shared.errors == {"RESOURCE_EXHAUSTED": 1}
 
     asyncio.run(call())
 
