@@ -161,6 +161,7 @@ def top(as_json: bool) -> None:
         tokens = {row["name"]: row["tokens"] for row in rows if "tokens" in row}
         samples.append((stats["up_s"], tokens))
         views.add_rates(rows, samples[0][1], stats["up_s"] - samples[0][0])
+        rows = [{**row, **stats.get("latency", {}).get(row["name"], {})} for row in rows]
         return {"about": about, "rows": rows, "stats": stats}
 
     common.listing(look, lambda state: views.dashboard(**state), as_json, watch=sys.stdout.isatty())

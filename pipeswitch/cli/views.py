@@ -43,7 +43,7 @@ DROPPED_FIRST: Final = (
     ),
     *("swaps", "swapped_bytes"),
     *("evictions", "pinned", "sequence_bytes", "tokens", "sequences", "priority", "host", "bytes"),
-    *("suspensions", "source", "activation_bytes", "restarts", "tokens_per_s"),
+    *("suspensions", "source", "activation_bytes", "restarts", "tokens_per_s", "p50_ms", "p99_ms"),
     *("committed_step", "persisted_step", "worker", "requests", "residency", "device", "why"),
 )
 """Columns that are left out on a narrow screen, the least important first."""
@@ -105,6 +105,8 @@ PS_COLUMNS: Final = (
     "swapped_bytes",
     *PS_COUNTS,
     "sequence_bytes",
+    "p50_ms",
+    "p99_ms",
     "prio",
     "last_used",
     "why",
@@ -204,7 +206,7 @@ class Listing:
         columns: Sequence[str],
         titles: Mapping[str, str] | None = None,
     ) -> None:
-        seldom = ("on", "precision", *PS_SIZES, *PS_COUNTS)
+        seldom = ("on", "precision", "p50_ms", "p99_ms", *PS_SIZES, *PS_COUNTS)
         shown = [one for one in columns if one not in seldom or any(one in row for row in rows)]
         self._rows = len(rows)
         self._cells = {one: [cell(one, row.get(one)) for row in rows] for one in shown}

@@ -229,6 +229,7 @@ class Frontend:
             case ev.ModelRemoved(model=model, failure=failure, aliases=aliases):
                 self.inference.models.retract(model, failure, aliases)
                 self.sequences.retract(model)
+                self.requests.recent_ms.pop(model, None)
             case ev.LoadCommits(request=request):
                 self._load(request, self._state_directory / "commits" / request.job)
 
@@ -456,6 +457,7 @@ class Frontend:
             **self.requests.counts.as_dict(),
             "inference": self.requests.inference.as_dict(),
             "last_error": self.requests.last_error,
+            "latency": self.requests.latencies(),
             "clients": len(self.sessions.clients),
             "malformed": self.sessions.complaints.count,
             "queue_full": self.requests.queue_full_count,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
@@ -17,6 +18,7 @@ import msgspec
 from ..base import failpoints
 from ..base.errors import PipeSwitchError, QueueFull, TaskFailed
 from ..base.failpoints import reach
+from ..base.quantiles import percentile
 from ..ipc.messages.base import ModelName
 from ..programs.interface.layout import Manifest
 from ..scheduler.state.events import InferArrived, Reply, Token
@@ -32,6 +34,7 @@ from .transport.replies import answer_frames, output_outside
 
 _logger = logging.getLogger(__name__)
 
+RECENT: Final = 200  # number of a model's requests for its latency in ``stats``
 MAX_NAME_CHARS: Final = 64  # logged part of a refused request's model name: it may be any text
 MAX_ERROR_CHARS: Final = 120  # of the last error that ``top`` shows
 INFERS: Final = ("infer", "generate")  # verbs that are counted and logged as inference
@@ -104,6 +107,8 @@ class Requests:
         self.inference = Counters()  # requests of the verbs in INFERS
         self.queue_full_count = 0  # requests that ended with QueueFull
         self.last_error = dict[str, str]()  # of inference: its model and text
+        # Times of each model's last answered requests.
+        self.recent_ms = defaultdict[str, deque[float]](lambda: deque(maxlen=RECENT))
 
     @property
     def next_token(self) -> Token:
@@ -170,6 +175,14 @@ class Requests:
             self.pool.release_inputs(pending.allocation)
             self.pool.release_reply(pending.allocation)
             pending.allocation = None
+
+    def latencies(self) -> dict[str, dict[str, float]]:
+        """Return the median and the 99th percentile of each model's recent times."""
+        at = {"p50_ms": 0.5, "p99_ms": 0.99}
+        return {
+            model: {name: percentile(times, part) for name, part in at.items()}
+            for model, times in self.recent_ms.items()
+        }
 
     def progress(self, pending: Pending, answer: Reply) -> Outgoing:
         """Return the message of an answer that is not final."""
@@ -239,6 +252,8 @@ class Requests:
             self.pool.release_reply(pending.allocation)
         if pending.run is not None:
             pending.run.free()
+        if pending.op in INFERS and is_sent and answer.timing is not None:
+            self.recent_ms[pending.model].append(answer.timing.total_ms)
         if pending.op in INFERS and is_sent and answer.error is not None:
             text = f"{type(answer.error).__name__}: {answer.error.message[:MAX_ERROR_CHARS]}"
             self.last_error = {"model": pending.model, "error": text}

@@ -1105,10 +1105,12 @@ def test_a_watched_table_in_a_pipe_is_printed_again_and_again(
 
 
 def test_top_in_a_pipe_is_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = iter([{"up_s": 1.0}])
-    answering(monkeypatch, about=dict, ps=list, stats=lambda: next(looks))
+    looks = iter([{"up_s": 1.0, "latency": {"a": {"p50_ms": 1.5, "p99_ms": 72.5}}}])
+    row = {"name": "a", "kind": "model", "state": "host", "device": 0}
+    answering(monkeypatch, about=dict, ps=lambda: [row], stats=lambda: next(looks))
     status, text, _ = run("top")
     assert (status, text.startswith("pipeswitch pid")) == (0, True)
+    assert text.split()[-2:] == ["1.50", "72.5"]
 
 
 @pytest.mark.parametrize("args", [("trace", "t.png"), ("jobs", "export", "digits", "out.json")])

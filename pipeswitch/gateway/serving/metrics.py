@@ -128,7 +128,7 @@ class _Server:
             yield gauges(f"pipeswitch_{key}", text, [], {(): value})
         yield counters(
             "pipeswitch_gateway_errors",
-            "Answers with an error, by HTTP status or gRPC code: also what only the gateway refused",
+            "Answers with an error, by HTTP or gRPC code: also what only the gateway refused",
             ["code"],
             {(code,): count for code, count in stats.get("gateway_errors", {}).items()},
         )
