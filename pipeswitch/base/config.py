@@ -375,6 +375,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     profiles_dir: str = ""
 
 
+VARIABLES: Final = "host, key, server_key, token, profiles_dir, failpoints, cuda_bindings"
 WEIGHT_HELP: Final = (
     "weight of a key or token, by its name, for its share of the device's time within a priority; "
     '"*": all clients without one, "": the owner'
@@ -531,6 +532,20 @@ def load(
         elif values is not None:
             tree[section] = values
     return _with_directories(parse(tree, str(path or ""), origins), environ)
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return a warning for each variable of our prefix that nothing reads."""
+    full = {key: f"{name}__{key}" for name, cls in SECTIONS.items() for key in settings(cls)}
+    others, texts = VARIABLES.split(", "), []
+    full |= {name: name for name in others}
+    for name in environ:
+        prefix, _, word = name.lower().partition("_")
+        if prefix == "pipeswitch" and "__" not in word and word not in others:
+            _, *near = nearest(word, full).split('"')
+            guess = f"; did you mean PIPESWITCH_{full[near[0]].upper()}?" if near else ""
+            texts.append(f"the variable {name} is not read{guess}")
+    return texts
 
 
 def _check_found(path: Path) -> None:

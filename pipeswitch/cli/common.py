@@ -167,6 +167,14 @@ def http_of(about: Mapping[str, Any], what: str, verb: str) -> tuple[str, str]:
     return re.sub(r"//(0\.0\.0\.0|\[::\]):", "//localhost:", about["http"]), token  # listens on all
 
 
+def warn_of_variables() -> None:
+    """Name the variables that look like ours, and that nothing reads."""
+    from ..base.config import unknown_variables
+
+    for text in unknown_variables(os.environ):
+        views.echo(f"Warning: {text}", err=True)
+
+
 def check_folder(option: str, path: Path) -> None:
     """Raise InvalidInput before a long run if the folder of its output is not writable."""
     if not os.access(path.parent, os.W_OK):

@@ -12,7 +12,16 @@ from click.shell_completion import get_completion_class
 
 from ..base.errors import InvalidInput
 from . import views
-from .common import EXIT_FAILED, EXIT_OK, Group, connected, json_option, part, print_done
+from .common import (
+    EXIT_FAILED,
+    EXIT_OK,
+    Group,
+    connected,
+    json_option,
+    part,
+    print_done,
+    warn_of_variables,
+)
 
 
 @click.command()
@@ -68,6 +77,8 @@ def config_check(path: str | None, as_json: bool) -> None:
     from ..base.config import load
 
     loaded = load(path)
+    warn_of_variables()
+    views.echo("checking devices and sources …", err=True)
     part("pipeswitch.controller.main", "check")(loaded)
     print_done(msgspec.to_builtins(loaded), "the configuration is valid", as_json)
 

@@ -83,6 +83,7 @@ def serve(path: str | None, no_http: bool, **flags: Any) -> None:
     if (listen := flags["server__listen"]) and "://" not in listen:  # as --host takes it
         flags["server__listen"] = f"tcp://{listen}"
     config = load(path, flags=_flag_tree(flags, no_http=no_http))
+    common.warn_of_variables()
     if ":" in config.scheduler.policy:
         sys.path.append(os.getcwd())  # for a policy of the user's own
     run = common.part("pipeswitch.controller.main", "serve")

@@ -425,8 +425,11 @@ class Frontend:
             what = f'{pending.op} of "{pending.model}", which is another client\'s,'
             refusal = client.principal.refusal(Role.OPERATE, what)
             answer = ev.Reply(token=answer.token, error=refusal)
-        elif verb.of_model and isinstance(answer.error, ModelNotFound) and not answer.error.data:
-            error = self.inference.models.missing(pending.model, client.principal.tenant)
+        elif isinstance(answer.error, ModelNotFound) and (
+            "model" in answer.error.data or (verb.of_model and not answer.error.data)
+        ):
+            name = answer.error.data.get("model", pending.model)
+            error = self.inference.models.missing(name, client.principal.tenant)
             answer = ev.Reply(token=answer.token, error=error)
         if answer.more:
             if not client.is_gone:

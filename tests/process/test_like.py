@@ -12,7 +12,7 @@ from process_tools import checked_server, command
 from safetensors.torch import save_file
 from torch import nn
 
-from pipeswitch.base.errors import RegistrationRefused
+from pipeswitch.base.errors import ModelNotFound, RegistrationRefused
 from pipeswitch.testing import server
 
 
@@ -36,6 +36,9 @@ def test_it_answers_as_if_it_were_registered_alone(precision: str, tmp_path: Pat
         client.register("base", net(1), example_inputs=(X,), **options)
         done = client.register("two", like="base", weights=tmp_path / "two.pt", aliases=["2"])
         alone = client.register("alone", net(2), example_inputs=(X,), **options)
+        with pytest.raises(ModelNotFound) as refusal:
+            client.register("three", like="bas", weights=tmp_path / "two.pt")
+        assert refusal.value.data == {"nearest": "base"}
         client.unregister("base")
         assert not any("not used" in note for note in done["notes"])
         assert (done["precision"] and done["precision"]["name"]) == (

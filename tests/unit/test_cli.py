@@ -141,7 +141,8 @@ def test_a_wrong_setting_is_told_without_a_traceback(tmp_path: Path) -> None:
 def test_config_init_writes_what_config_check_accepts(tmp_path: Path) -> None:
     path = tmp_path / "pipeswitch.toml"
     assert run("config", "init", str(path))[0] == 0
-    assert run("config", "check", str(path)) == (0, "the configuration is valid\n", "")
+    progress = "checking devices and sources …\n"
+    assert run("config", "check", str(path)) == (0, "the configuration is valid\n", progress)
     assert run("config", "init", str(path))[0] == 1  # an existing file is never overwritten
     assert run("config", "init", "-") == run("config", "init") == (0, path.read_text(), "")
 

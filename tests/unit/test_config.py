@@ -25,6 +25,7 @@ from pipeswitch.base.config import (
     load,
     parse,
     schema,
+    unknown_variables,
 )
 from pipeswitch.base.errors import ConfigError
 from pipeswitch.base.model_options import PRIORITIES, ModelConfig
@@ -297,6 +298,15 @@ def test_an_error_names_the_variable_or_the_command_line_it_came_from(tmp_path: 
     assert device.startswith("command line: [device] arena")
     assert workers.startswith("$PIPESWITCH_WORKERS__STANDBY: [workers] standby")
     assert scheduler.startswith(f"{path}: [scheduler] policy")
+
+
+def test_a_variable_that_nothing_reads_is_named_with_the_nearest_one() -> None:
+    read = dict.fromkeys(("PIPESWITCH_HOST", "PIPESWITCH_DEVICE__ARENA", "HOME"), "")
+    odd = ("PIPESWITCH_ARENA", "PIPESWITCH_HOSTS", "PIPESWITCH_QUITE_ANOTHER")
+    texts = unknown_variables({**read, **dict.fromkeys(odd, "")})
+    assert [name in text for name, text in zip(odd, texts, strict=True)] == [True] * len(odd)
+    assert texts[0].endswith("did you mean PIPESWITCH_DEVICE__ARENA?")
+    assert texts[1].endswith("did you mean PIPESWITCH_HOST?")
 
 
 def test_the_folder_of_profiles_comes_from_all_three_places(tmp_path: Path) -> None:

@@ -35,6 +35,17 @@ _COUNTERS: Final[Mapping[str, str]] = {
     "sequence_steps": "Requests of sequences",
     "tokens_reused": "Tokens of prompts that were reused from an earlier request",
 }
+_BY_LABEL: Final = (
+    ("gateway_errors", "gateway_errors", "code", "Answers of HTTP and gRPC with an error, by code"),
+    (
+        "dispatches",
+        "dispatches",
+        "kind",
+        "Dispatched requests, by the part of the model that was copied: all (cold), some "
+        "(partial), none (resident)",
+    ),
+    ("tenant_device_seconds", "tenant_s", "tenant", "Device time of runs, by tenant"),
+)
 _OUTCOMES: Final = (OK, "error", "queue_full", "undeliverable")
 _TIERS: Final[Mapping[str, str]] = {"arena": "device", "store": "host", "pool": "requests"}
 _NV_COUNTERS: Final[Mapping[str, tuple[str, str, float]]] = {  # name: phase, field, divisor
@@ -126,26 +137,10 @@ class _Server:
             ("sequences", "Sequences with state on the server", stats["sequences"]),
         ):
             yield gauges(f"pipeswitch_{key}", text, [], {(): value})
-        yield counters(
-            "pipeswitch_gateway_errors",
-            "Answers with an error, by HTTP or gRPC code: also what only the gateway refused",
-            ["code"],
-            {(code,): count for code, count in stats.get("gateway_errors", {}).items()},
-        )
-        yield counters(
-            "pipeswitch_dispatches",
-            "Dispatched requests, by the part of the model that was copied: all (cold), some "
-            "(partial), none (resident)",
-            ["kind"],
-            {(kind,): count for kind, count in stats["dispatches"].items()},
-        )
+        for name, key, label, text in _BY_LABEL:
+            values = {(one,): count for one, count in stats.get(key, {}).items()}
+            yield counters(f"pipeswitch_{name}", text, [label], values)
         yield from self._device_time(stats)
-        yield counters(
-            "pipeswitch_tenant_device_seconds",
-            "Device time of runs, by tenant",
-            ["tenant"],
-            {(name,): seconds for name, seconds in stats["tenant_s"].items()},
-        )
         for part in ("capacity", "free"):
             yield gauges(
                 f"pipeswitch_memory_{part}_bytes",
