@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
@@ -163,6 +164,10 @@ class OpenInference:
         except InvalidInput as error:  # perhaps the name is wrong, too: say which are right
             inputs = oip.metadata(await self._service.row(caller, model))["inputs"]
             texts = [f"{one['name']} {one['datatype']}{one['shape']}" for one in inputs]
+            if error.hint.startswith('{"inputs"'):  # an example of another model
+                more = {"data": ["…"]}
+                rows = [one | {"shape": [max(1, n) for n in one["shape"]]} | more for one in inputs]
+                error.hint = json.dumps({"inputs": rows}, ensure_ascii=False)
             error.message += f"; {model} takes {', '.join(texts)}"
             raise
         outputs, timing = await self._service.infer(

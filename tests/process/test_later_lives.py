@@ -438,6 +438,7 @@ def test_a_job_goes_on_with_edited_files_and_says_so(tmp_path: Path) -> None:
             f"VERSION {version}" for version in (1, 2, 3)
         ]
         assert log.count("InexactResumeWarning") == 2
+        assert "the job continues after step" in log
 
 
 def has_committed(task: Task, step: int) -> bool:

@@ -279,6 +279,16 @@ def test_a_refusal_that_names_the_inputs_is_the_same_error() -> None:
     assert caught.value is error
 
 
+def test_the_example_for_a_body_that_is_no_request_is_the_models_own() -> None:
+    head = SimpleNamespace(headers={}, peer="")
+    request: Any = SimpleNamespace(caller=None, head=head, names={"model": "m"})
+    service: Any = SimpleNamespace(row=AsyncMock(return_value=ROW))
+    with pytest.raises(InvalidInput) as caught:
+        asyncio.run(OpenInference(service, request).infer(request, bytes(16)))
+    example = caught.value.hint.replace('["…"]', "[1, 2, 3, 4]").encode()
+    assert oip.decode_request(example, None).inputs[0].shape == (1, 4)
+
+
 def test_an_unknown_output_is_named_with_the_known_ones() -> None:
     request = oip.InferRequest(
         id="", inputs=(), frames=[], outputs=(oip.RequestedOutput(name="lables"),)

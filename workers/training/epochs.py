@@ -8,6 +8,7 @@ without a path is made by the epoch's own code, or is reported.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Final
@@ -149,6 +150,7 @@ class Epochs:
         if self._place.reached(saved):
             phase.capture()
             phase.committer.committed, phase.committer.older = phase.point, Older.of(saved)
+            sys.stderr.write(f"the job continues after step {self._place.step}\n")
             self._host.report("resumed", step=self._place.step, epoch=self._place.position.epoch)
 
     def values(self, frame: FrameType) -> Iterator[Any]:
