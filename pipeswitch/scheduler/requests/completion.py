@@ -97,6 +97,7 @@ class TaskCompletion:
                 core.going_on.add(request.token)
             device.requests.pop(request.token)
             core.emit(answer)
+        replica.use_count -= len(more)  # a request counts once, with its last run
         for request in more + self._led(task) if task.chooses else ():
             queue_next(device, request, core.kind.prepare(request))
 

@@ -215,6 +215,7 @@ def test_what_a_conversation_has_computed_is_not_computed_again(
     client, ids = running.client, [3 + 7 * n % 600 for n in range(150)]
     for turn in range(3):
         expected, before = wanted(model, ids, 20), running.stats()
+        requests_before = client.show("chat")["requests"]
         tokens_before = before["sequences_by_model"].get("chat", {}).get("tokens", 0)
         with client.generate("chat", ids, max_new_tokens=20) as answer:
             assert [next(answer).id for _ in range(5)] == expected[:5]
@@ -225,6 +226,7 @@ def test_what_a_conversation_has_computed_is_not_computed_again(
         reused = running.stats()["tokens_reused"] - before["tokens_reused"]
         (row,) = [row for row in client.ps() if row["name"] == "chat"]
         assert row["tokens"] - tokens_before == 40
+        assert client.show("chat")["requests"] - requests_before == 2
         assert row["spare_bytes"] >= row["sequence_bytes"] == row["sequences"] == 0
         assert reused >= (240 if turn else 120)  # the second may use the first one's blocks
         ids += [*answer.tokens, 5, 6]
