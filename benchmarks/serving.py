@@ -27,7 +27,6 @@ POLL_S: Final = 0.01
 SETTLE_S: Final = 1.0  # time to replace a paused job's worker and to prepare the new worker
 STEPS_BETWEEN: Final = 2  # steps after which a started job trains at its usual speed
 TWINS: Final = ("twin-a", "twin-b")
-FAST_TWINS: Final = ("fast-a", "fast-b")
 SWITCH_INTERVAL_S: Final = 0.0005  # Python's default lets one client's thread block others for 5 ms
 BILL: Final = ("queue_ms", "switch_ms", "copy_ms", "stall_ms", "compute_ms")
 
@@ -42,32 +41,38 @@ def serving(
     devices: tuple[str, ...] = ("cpu",),
     are_pinned: bool = False,
     slices_bytes: int = SLICE_ROOM_BYTES,
-    has_fast: bool = False,
+    precisions: Sequence[str] = (),
 ) -> Iterator[tuple[RunningServer, Client]]:
     """Start a server with two twins of a model, whose arena has room for ``rooms`` models.
 
     The twins differ only in their weights. If there is room for one, a request for the absent twin
     is always a cold switch of the same size. With ``are_pinned``, each twin has its own device.
-    With ``has_fast``, there are two more twins, in precision ``fast``."""
+    Each further precision has two more twins, called by ``twins_in``."""
     with (
         server(
             arena=str(rooms * model.room_bytes + slices_bytes),
-            host_store=str((2 + 2 * has_fast) * (model.room_bytes + slices_bytes)),
+            host_store=str((2 + 2 * len(precisions)) * (model.room_bytes + slices_bytes)),
             devices=devices,
             args=("--threads", str(threads)),
         ) as running,
         running.client() as client,
     ):
-        for number, name in enumerate((*TWINS, *FAST_TWINS) if has_fast else TWINS):
+        twins = [(name, form) for form in ("exact", *precisions) for name in twins_in(form)]
+        for number, (name, form) in enumerate(twins):
             client.register(
                 name,
                 model.source,
                 weights=f"random:{seed + number % 2}",
                 inputs=model.inputs,
                 devices=devices[number : number + 1] if are_pinned else (),
-                precision="fast" if name in FAST_TWINS else "exact",
+                precision=form,
             )
         yield running, client
+
+
+def twins_in(precision: str) -> tuple[str, str]:
+    """Return the names of the twins in a precision."""
+    return TWINS if precision == "exact" else (f"{precision}-a", f"{precision}-b")
 
 
 def ask(client: Client, name: str, inputs: Any, *, is_resident: bool) -> tuple[Result, Numbers]:

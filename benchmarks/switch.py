@@ -16,13 +16,13 @@ from pipeswitch.client.client import Client
 from .baselines import BASELINES, NEEDS_CUDA, ReadyModel, StopAndStart
 from .models import QUICK_MODELS, SWITCH_MODELS
 from .rival import PUBLISHED, SERIAL, TO_DEVICE
-from .serving import FAST_TWINS, TWINS, Training, ask, serving
+from .serving import Training, ask, serving, twins_in
 from .setting import Baseline, Setting, settings
 from .trials import Arm, Numbers, Run, paired_differences, ratio
 
 ROUNDS: Final = 12
 QUICK_ROUNDS: Final = 7
-MAX_FAST_RATIO: Final = 0.70  # limit of a cold request's time in precision fast / ready's time
+MAX_RATIOS: Final = {"fast": 0.70, "bf16": 0.50}  # limits of a cold request's time / ready's time
 MIN_RATIO: Final = 100.0  # limit of stop-and-start's overhead / our overhead, on the cpu device
 MIN_RIVAL_RATIO: Final = 3.0  # limit of the PipeSwitch-style system's overhead / our overhead
 RIVALS: Final = (PUBLISHED.name, SERIAL.name, TO_DEVICE.name)
@@ -41,7 +41,7 @@ def run(bench: Run, models: Sequence[str]) -> None:
 
 
 def compare(bench: Run, setting: Setting, baselines: Sequence[str]) -> None:
-    """Measure our server (cold and resident, exact and fast) in turns with these baselines."""
+    """Measure our server (cold and resident, in three precisions) in turns with these baselines."""
     name = setting.model.name
     with contextlib.ExitStack() as stack:
         rivals = []
@@ -49,14 +49,17 @@ def compare(bench: Run, setting: Setting, baselines: Sequence[str]) -> None:
             rivals.append(BASELINES[baseline](setting))
             stack.callback(rivals[-1].close)
         _, client = stack.enter_context(
-            serving(setting.model, bench.threads, bench.seed, has_fast=True)
+            serving(setting.model, bench.threads, bench.seed, precisions=tuple(MAX_RATIOS))
         )
         requests = Requests(bench, client, setting)
         arms = [
             Arm("cold", requests.cold, requests.training.run),
             Arm("resident", requests.resident, requests.training.run),
-            Arm("cold, fast", partial(requests.cold, FAST_TWINS), requests.training.run),
-            Arm("resident, fast", partial(requests.resident, FAST_TWINS), requests.training.run),
+            *(
+                Arm(f"{state}, {form}", partial(asked, form), requests.training.run)
+                for form in MAX_RATIOS
+                for state, asked in (("cold", requests.cold), ("resident", requests.resident))
+            ),
             *(requests.arm_of(rival) for rival in rivals),
         ]
         bench.say(f"{name}: measuring")
@@ -70,20 +73,20 @@ class Requests:
         self._client = client
         self._inputs: Any = setting.arrays()
         self.training = Training(client, bench.threads, bench.seed)
-        self._last = {TWINS: 1, FAST_TWINS: 1}  # the first cold request is for twin 0
+        self._last = dict.fromkeys(("exact", *MAX_RATIOS), 1)  # the first cold request: twin 0
         self._checksum: float | None = None
 
-    def cold(self, twins: tuple[str, str] = TWINS) -> Numbers:
-        self._last[twins] = 1 - self._last[twins]
-        return self._ask(twins, is_resident=False)
+    def cold(self, form: str = "exact") -> Numbers:
+        self._last[form] = 1 - self._last[form]
+        return self._ask(form, is_resident=False)
 
-    def resident(self, twins: tuple[str, str] = TWINS) -> Numbers:
-        return self._ask(twins, is_resident=True)
+    def resident(self, form: str = "exact") -> Numbers:
+        return self._ask(form, is_resident=True)
 
-    def _ask(self, twins: tuple[str, str], *, is_resident: bool) -> Numbers:
-        name = twins[self._last[twins]]
+    def _ask(self, form: str, *, is_resident: bool) -> Numbers:
+        name = twins_in(form)[self._last[form]]
         result, numbers = ask(self._client, name, self._inputs, is_resident=is_resident)
-        if name == TWINS[0]:
+        if name == twins_in("exact")[0]:
             self._checksum = float(next(iter(result.outputs.values())).sum(dtype=np.float64))
         return numbers
 
@@ -106,31 +109,24 @@ class Requests:
 
 
 def _findings(bench: Run, case: str) -> None:
-    cold, resident, ready, restart = (
-        bench.values(case, arm, "total_ms")
-        for arm in ("cold", "resident", "ready", "stop-and-start")
-    )
+    arms = ("cold", "resident", "ready", "stop-and-start")
+    cold, resident, ready, restart = (bench.values(case, arm, "total_ms") for arm in arms)
     ours = quantile(paired_differences(cold, resident), 0.5)
     theirs = quantile(restart, 0.5) - quantile(ready, 0.5)
     billed = _wait_ms(bench, case, "cold")
     for what, value_ms in (
         ("cold switch overhead, p50 of pairs", ours),
-        ("the same from minimums", min(cold) - min(resident)),
         ("switch + stall of the cold bill, p50", billed),
         ("stop-and-start overhead, p50", theirs),
     ):
         bench.find(f"{case}: {what}", value_ms, "ms")
     # A difference of totals may be noise, even negative; overhead that the server measures is not.
-    by_pairs = ratio(theirs, max(ours, billed))
-    by_minimum = ratio(min(restart) - min(ready), max(min(cold) - min(resident), billed))
-    bench.find(f"{case}: stop-and-start overhead / ours", by_pairs, at_least=MIN_RATIO)
-    bench.find(f"{case}: the same from minimums", by_minimum, at_least=MIN_RATIO)
+    share = ratio(theirs, max(ours, billed))
+    bench.find(f"{case}: stop-and-start overhead / ours", share, at_least=MIN_RATIO)
     _against_rivals(bench, case)
-    bench.find(f"{case}: cold / ready, p50", quantile(cold, 0.5) / quantile(ready, 0.5))
-    fast = quantile(bench.values(case, "cold, fast", "total_ms"), 0.5) / quantile(ready, 0.5)
-    bench.find(f"{case}: cold, fast / ready, p50", fast, at_most=MAX_FAST_RATIO)
-    bench.find(f"{case}: cold / ready, minimums", min(cold) / min(ready))
-    bench.find(f"{case}: resident / ready, minimums", min(resident) / min(ready))
+    for arm in ("cold", *(f"cold, {form}" for form in MAX_RATIOS)):
+        share = ratio(bench.p50(case, arm, "total_ms"), bench.p50(case, "ready", "total_ms"))
+        bench.find(f"{case}: {arm} / ready, p50", share, at_most=MAX_RATIOS.get(arm[6:]))
 
 
 def _against_rivals(bench: Run, case: str) -> None:
