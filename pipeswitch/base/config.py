@@ -61,10 +61,10 @@ def policy_name(value: object) -> str:
 
     names = [*POLICIES, *(point.name for point in metadata.entry_points(group=POLICY_GROUP))]
     if value not in names:
-        raise ValueError(
-            f"{value!r} is none of {', '.join(names)}, and not module:name of your "
-            f"own{nearest(value, names)}"
-        )
+        is_file = value.endswith(".py")
+        near = f"; write {Path(value).stem}:NAME" if is_file else nearest(value, names)
+        known = ", ".join(names)
+        raise ValueError(f"{value!r} is none of {known}, and not module:name of your own{near}")
     return value
 
 

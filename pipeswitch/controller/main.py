@@ -91,7 +91,8 @@ def serve(config: Config) -> int:
 def _unusable(root: Path, error: OSError) -> ConfigError:
     is_file = isinstance(error, FileExistsError | NotADirectoryError)
     why = "it is a file, not a folder" if is_file else error.strerror
-    return ConfigError(f"state directory {error.filename or root}: {why}")
+    where = f"state directory {error.filename or root}"
+    return ConfigError(f"{where}: {why}", hint="--state-dir FOLDER")
 
 
 def check(config: Config) -> None:

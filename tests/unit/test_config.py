@@ -260,6 +260,7 @@ def test_choices_are_those_of_the_code_that_takes_them() -> None:
         ("[server]\nallow_code = [5]", "[server] allow_code: 5 is not a text"),
         ('[gateway]\norigins = ["https://a.example/"]', "not of the form https://app.example.com"),
         ("workers = 3", "workers: 3 is not a table"),
+        ('[scheduler]\npolicy = "my/mine.py"', "of your own; write mine:NAME"),
         ("profiles_dir = 3", "profiles_dir: 3 is not a text"),
         ('[[model]]\nname = "m"', "[[model]] 0 source: is required"),
         ('[gateway]\naliases = ["gpt-4o"]', "of the form gpt-4o=chat"),

@@ -73,6 +73,7 @@ def test_each_weight_that_differs_is_named_with_both_shapes() -> None:
     with pytest.raises(RegistrationRefused) as error:
         match(FC, {"model.fc.weight": ("float16", (2, 3)), "model.other": ("float32", (2,))})
     assert error.value.data["part"] == "weights"
+    assert "state_dict" in error.value.hint
     assert error.value.data["reason"] == (
         "fc.weight: the model has float32[2,3], here it is float16[2,3]; fc.bias: missing"
     )

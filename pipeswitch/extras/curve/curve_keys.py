@@ -99,7 +99,8 @@ def client_keys(key: str, server_key: str) -> ClientKeys:
 def _checked(key: bytes, shown: object) -> bytes:
     if _Z85_KEY.fullmatch(key):
         return key
-    raise InvalidInput(f"{shown} is neither a key of {KEY_CHARACTERS} characters nor a key's file")
+    text = f"{shown} is neither a key of {KEY_CHARACTERS} characters nor a key's file"
+    raise InvalidInput(text, hint="pipeswitch keys pair NAME writes NAME.key")
 
 
 def _read(path: Path) -> tuple[bytes, bytes | None]:
@@ -109,7 +110,9 @@ def _read(path: Path) -> tuple[bytes, bytes | None]:
         with open(path, "rb", opener=open_regular) as file:  # a client's key may be a link
             entries = dict(_KEY_LINE.findall(file.read(MAX_KEY_BYTES)))
     except OSError as error:
-        raise InvalidInput(f"{path} is not a key's file: {error}") from None
+        hint = "NAME.key_secret of pipeswitch keys client NAME"
+        text = f"{path} is not a key's file: {error.strerror}"
+        raise InvalidInput(text, hint=hint) from None
     if b"public" not in entries:
         raise InvalidInput(f"{path} is not a key's file: it has no public key")
     secret = entries.get(b"secret")

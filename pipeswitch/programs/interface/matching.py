@@ -61,7 +61,8 @@ def match(
         return next(iter(fits.values()))
     fewest = min(problems, key=len)
     more = f"; and {len(fewest) - _MAX_SHOWN} more" if len(fewest) > _MAX_SHOWN else ""
-    raise RegistrationRefused("weights", "; ".join(fewest[:_MAX_SHOWN]) + more)
+    text = "; ".join(fewest[:_MAX_SHOWN]) + more
+    raise RegistrationRefused("weights", text, hint="the registered module's own state_dict()")
 
 
 def _readings(own_weights: Given, parts: Iterable[str]) -> Iterator[tuple[str, dict[str, str]]]:
