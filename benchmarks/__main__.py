@@ -124,7 +124,7 @@ def listing() -> list[str]:
         if "duration_s" in document:
             detail = f"{document['duration_s'] / 60:.0f} min{quick}"
         lines.append(f"  {name:<14}{detail}")
-    return [*lines, f"papers: {', '.join(papers.benchmarks())}; --out DIR adds pictures"]
+    return [*lines, f"papers [NAME]: {', '.join(papers.benchmarks())}; --out DIR adds pictures"]
 
 
 @click.command(epilog=f"{', '.join(NAMES)}, papers, or all.")
@@ -148,8 +148,8 @@ def main(
     if not names:
         click.echo("\n".join(listing()))
         return
-    is_papers = names == ("papers",)
-    names = () if names == ("all",) else tuple(papers.benchmarks()) if is_papers else names
+    is_papers = names[:1] == ("papers",)
+    names = () if names == ("all",) else names[is_papers:] or tuple(papers.benchmarks())
     # Servers and rivals import this package, too: its factories create the models that they serve.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))
     chosen = [model for model in models.split(",") if model]

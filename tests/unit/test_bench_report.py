@@ -229,6 +229,7 @@ def test_without_a_name_benchmarks_are_listed_and_none_is_run(monkeypatch, tmp_p
         (["all"], ()),
         (["switch", "state"], ("switch", "state")),
         (["papers", "--out", str(tmp_path)], tuple(papers.benchmarks())),
+        (["papers", "state", "--out", str(tmp_path)], ("state",)),
     ):
         assert CliRunner().invoke(main, words).exit_code == 0
         assert ran.pop() == names
