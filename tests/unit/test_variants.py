@@ -11,7 +11,7 @@ from msgspec import structs
 
 from pipeswitch.extras.lab.programs import program_of, variant_of
 from pipeswitch.ipc.messages.builder import BuildDone
-from pipeswitch.ipc.messages.daemon import CopyPart, TransmitEnded, TransmitModel
+from pipeswitch.ipc.messages.daemon import CopyPart, StoreModel, TransmitEnded, TransmitModel
 from pipeswitch.programs.interface.layout import LookupSpec
 from pipeswitch.scheduler.state import events as ev
 from pipeswitch.scheduler.state.states import Residency, VersionEvent
@@ -95,6 +95,16 @@ def test_a_variant_takes_an_idle_ones_place_and_only_what_differs_is_copied(rig:
     both = CopyPart(rig.at("c", 0), 0, LAYER), CopyPart(rig.at("c", 3 * LAYER), LAYER, LAYER)
     assert rig.served("c") == [both[:1], both[1:]]
     assert rig.served("all") == [None, None]
+
+
+def test_a_new_daemon_loads_models_that_lend_bytes_first() -> None:
+    rig = Variants(max_builds=2)
+    builds = {name: rig.begin(name, client=name)[1] for name in ("borrows", "lends")}
+    for name in ("lends", "borrows"):
+        rig.built(name, 12, builds[name])
+    rig.daemon_exits()
+    rig.daemon_returns()
+    assert [order.model for order in rig.sent(StoreModel)] == ["lends", "borrows"]
 
 
 def test_with_room_elsewhere_both_stay() -> None:

@@ -48,8 +48,10 @@ KINDS: Final = {
     types.StrType: "string",
     types.VarTupleType: "string",
 }
-# What a bundle says itself, and what needs code on the server.
-NOT_OF_BUNDLE: Final = {"source", "weights", "devices", "preprocess", "postprocess", "generate"}
+# What a bundle says itself, and what needs code or a folder on the server.
+NOT_OF_BUNDLE: Final = {
+    *("source", "weights", "adapter", "devices", "preprocess", "postprocess", "generate")
+}
 OF_BUNDLE: Final = {
     item.name: (KINDS[type(rules_of(item.kind).info)], f"With a bundle: {item.help}")
     for item in settings(ModelOptions).values()
@@ -153,8 +155,8 @@ class Api:
         version = {"version": ("integer", "0: the current version")}
         models = "One row for each model; all fields with the role operate"
         register = (
-            "Register from torchvision:NAME or hf:NAME, or a bundle as the body; pinning "
-            "needs operate, a factory needs code and --allow-code"
+            "Register from torchvision:NAME or hf:NAME, or a bundle as the body (with like: "
+            "safetensors); pinning needs operate, a factory needs code and --allow-code"
         )
         takes = {
             "application/json": RegisterRequest,
@@ -248,15 +250,17 @@ class Api:
         caller = request.caller
         if request.head.headers.get("content-type", "").startswith(BUNDLE):
             if not len(request.body):
-                raise InvalidInput("the bundle is empty", hint="curl --data-binary @FILE.bundle")
-            fields: dict[str, Any] = {"source": "", **request.query}
+                raise InvalidInput("the body is empty", hint="curl --data-binary @FILE.bundle")
+            is_like = "like" in request.query
+            what, kind = ("weights", "safetensors") if is_like else ("source", "bundle")
+            fields: dict[str, Any] = {what: "put:", **request.query}
             fields["aliases"] = [one for one in request.query.get("aliases", "").split(",") if one]
             registration = _registration(
                 lambda: msgspec.convert(fields, RegisterRequest, strict=False)
             )
             require_roles(registration, caller)
-            source = await self._upstream.upload(request.body, "bundle", caller.tenant)
-            registration = msgspec.structs.replace(registration, source=source)
+            file = await self._upstream.upload(request.body, kind, caller.tenant)
+            registration = msgspec.structs.replace(registration, **{what: file})
         else:
             registration = _registration(lambda: decode_json(request.body, RegisterRequest))
             check_origin(registration, caller, self._rules)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from process_tools import Checked, checked_server, mlp, until, write_script
+from safetensors.torch import save
 
 pytest.importorskip("httptools", reason="make installs it")
 
@@ -151,6 +152,11 @@ def test_a_model_comes_as_a_bundle_answers_and_goes(call: Call, tmp_path: Path) 
     (entry,) = [one for one in owner.ask("GET", "/api/ps")["rows"] if one["name"] == "b"]
     ((_, size),) = entry["regions"]
     assert 0 < sum(entry["group_bytes"]) <= size
+    tuned = save(mlp(8, 1, seed=2).state_dict())
+    assert owner.ask("POST", "/api/models/tuned?like=b", tuned, **octets)["model"] == "tuned"
+    answers = [owner.ask("POST", f"/v2/models/{name}/infer", INFER) for name in ("b", "tuned")]
+    assert answers[0]["outputs"][0]["data"] != answers[1]["outputs"][0]["data"]
+    owner.ask("DELETE", "/api/models/tuned")
     owner.ask("POST", "/api/models/b/unload")
     owner.ask("DELETE", "/api/models/b")
     answer = owner.open("GET", "/api/models/b")

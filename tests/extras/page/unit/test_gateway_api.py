@@ -312,10 +312,18 @@ def test_a_bundle_is_the_body_and_its_options_are_the_query(rig: Rig) -> None:
         "precision=fats",
         "priority=hgih",
         "batch_delay_ms=2",
+        "adapter=/srv",  # the gateway sends it as the owner
+        "like=m&adapter=/srv",
+        "like=m&batch=4",
     ):
         text = rig.refused("POST", f"/api/models/m?{query}", b"bytes", content_type=BUNDLE)[1]
         assert text.startswith("InvalidInput"), query
     assert len(rig.upstream.asked) == 2
+    told(rig.ask("POST", "/api/models/v?like=m", b"bytes", content_type=BUNDLE))
+    assert rig.upstream.asked[2:] == [
+        ("put", "safetensors", b"bytes", ""),
+        ("register", "v", {"like": "m", "weights": "put:digest", "tenant": ""}),
+    ]
     assert "empty" in rig.refused("POST", "/api/models/m", content_type=BUNDLE)[1]
 
 
