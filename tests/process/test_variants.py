@@ -15,6 +15,7 @@ import torch
 
 WIDTH, DEPTH = 512, 6  # 1 MiB in each layer
 X = torch.randn(1, WIDTH)
+THEIRS = ("theirs-exact", "theirs-bf16")  # models of another tenant, which never share
 CHANGED = {"last": (10,), "two": (8, 10), "first": (0,), "all": tuple(range(0, 12, 2))}
 
 
@@ -130,24 +131,58 @@ def register(client: Any, folder: Path, precision: str) -> list[str]:
 def test_under_evictions_kills_and_rollbacks_each_answer_is_its_own_models(
     tmp_path: Path, device: str, count: int
 ) -> None:
-    """A first server, with room for all models, computes the expected answers of packed ones."""
+    """A first server, with room for all models, computes the expected answers of packed ones. The
+    models of another tenant have equal bytes, and a second server is killed while it copies."""
     environment = tools.fake_gpu(tmp_path) | tools.ENVIRONMENT
     options: dict[str, Any] = {
         "devices": (device,),
         "environment": environment,
         "state_dir": tmp_path / "state",
     }
-    with tools.checked_server(arena="256MiB", **options) as checked:
+    with (
+        tools.checked_server(arena="256MiB", **options) as checked,
+        checked.running.client(tcp=True) as stranger,
+    ):
         client = checked.client
         names = [name for one in ("exact", "bf16") for name in register(client, tmp_path, one)]
         client.register("exact", weights=tmp_path / "two.pt", as_version=True)
         expected = {name: client.infer(name, X).value for name in names}
+        stranger.register("theirs-exact", variant("two"), example_inputs=X)
+        its = {"like": "theirs-exact", "weights": tmp_path / "two.pt", "precision": "bf16"}
+        stranger.register("theirs-bf16", **its)
+        for name in THEIRS:
+            own, before = f"two-{name.removeprefix('theirs-')}", checked.count("transmitted_bytes")
+            expected[name] = stranger.infer(name, X).value
+            assert tools.is_bit_equal(expected[name], expected[own]), name
+            rows = [client.show(one) for one in (name, own)]
+            assert checked.count("transmitted_bytes") - before == rows[0]["bytes"]
+            assert rows[0]["bytes"] == rows[1]["bytes"]
+            assert "shared_bytes" not in rows[0], "the other tenant has these bytes"
     for name, module in {"exact": "two", "two-exact": "two", "last-exact": "last"}.items():
         assert tools.is_bit_equal(expected[name], tools.eager(variant(module), X))
     rng, kept = random.Random(4), Counter[bool]()
-    with tools.checked_server(arena="20MiB", **options) as checked:
-        client = checked.client
-        for index in range(count):
+    options |= {"arena": "20MiB"}
+    with tools.checked_server(settles=False, status=-signal.SIGKILL, **options) as checked:
+        soak(checked, rng, expected, kept, range(count // 2))
+        for name in rng.sample(names, 3):
+            checked.client.submit(name, X)
+        tools.kill(checked.pid)
+    with tools.checked_server(**options) as checked:
+        soak(checked, rng, expected, kept, range(count // 2, count))
+    assert kept[True] > count / 5, kept
+
+
+def soak(
+    checked: tools.Checked,
+    rng: random.Random,
+    expected: dict[str, torch.Tensor],
+    kept: Counter[bool],
+    indices: range,
+) -> None:
+    """Check each answer; count in ``kept`` whether a cold one found bytes of its variants."""
+    client, names = checked.client, [*expected]
+    with checked.running.client(tcp=True) as stranger:
+        for index in indices:
             if index % 20 == 19:  # in the middle of a copy or of a computation
                 futures = [(name, client.submit(name, X)) for name in rng.sample(names, 3)]
                 pids = checked.worker_pids().values() if index % 40 == 19 else ()
@@ -161,8 +196,9 @@ def test_under_evictions_kills_and_rollbacks_each_answer_is_its_own_models(
                 client.rollback("exact", version=version)
                 expected["exact"] = tools.eager(variant(("base", "two")[version - 1]), X)
             name = rng.choice(names)
-            result = client.infer(name, X)
+            result = (stranger if name in THEIRS else client).infer(name, X)
             assert tools.is_bit_equal(result.value, expected[name]), name
-            if not result.timing.resident:
+            if name in THEIRS:
+                assert not result.timing.resident_bytes, f"{name} has bytes of another tenant"
+            elif not result.timing.resident:
                 kept[result.timing.resident_bytes > 0] += 1
-        assert kept[True] > count / 5, kept
