@@ -152,7 +152,7 @@ class MemoryDaemon:
                 for source, at, size in order.image
             ]
             reach("daemon.store.read")
-            load_model(Path(order.directory), image, parts)
+            load_model(Path(order.directory), image, parts, fills=order.fills)
             reach("daemon.store.done")
         except (UnusableModel, RemoteProtocolError, OSError) as error:
             log.warning("model=%s store=failed cause=%s", order.model, error)

@@ -38,10 +38,13 @@ class Part(NamedTuple):
     is_shared: bool = False  # another model's bytes: compared, not written
 
 
-def load_model(directory: Path, image: memoryview, parts: Sequence[Part] = ()) -> Manifest:
+def load_model(
+    directory: Path, image: memoryview, parts: Sequence[Part] = (), *, fills: bool = False
+) -> Manifest:
     """Fill ``image`` (the model's range of the store) from ``directory``. Blocks.
 
-    ``parts``: where the model lies, if other models have some of its bytes.
+    ``parts``: where the model lies, if other models have some of its bytes. ``fills``: others load
+    the same bytes, perhaps now: write only those that are missing, and only if the file is sound.
 
     Raises:
         UnusableModel: the program is damaged, incomplete or larger than ``image``. The image may
@@ -71,31 +74,46 @@ def load_model(directory: Path, image: memoryview, parts: Sequence[Part] = ()) -
             while left and (start := left[0].offset_bytes - first) < len(view):
                 tensor = left.popleft()
                 target = view[start : start + tensor.size_bytes]
+                place = f"{file_name}, {tensor.name!r}"
                 if not is_shared:
                     _zero(view[position:start])
+                if fills and _digest(target) != tensor.digest:
+                    _check(place, _read(descriptor, file_name, tensor), tensor.digest)
                     _read(descriptor, file_name, tensor, target)
+                if is_shared or fills:
+                    digest = _digest(target)
+                else:
+                    digest = _read(descriptor, file_name, tensor, target)
                 if tensor.digest:
-                    _check(f"{file_name}, {tensor.name!r}", target, tensor.digest)
+                    _check(place, digest, tensor.digest)
                 position = start + tensor.size_bytes
             if not is_shared:
                 _zero(view[position:])
     finally:
         os.close(descriptor)
     if not all(tensor.digest for tensor in manifest.tensors):  # built by an earlier release
-        _check(file_name, image[: manifest.total_bytes], manifest.weights_sha256)
+        _check(file_name, _digest(image[: manifest.total_bytes]), manifest.weights_sha256)
     return manifest
 
 
-def _check(place: str, image: memoryview, expected: str) -> None:
-    digest = hashlib.sha256(image).hexdigest()
+def _digest(image: memoryview) -> str:
+    return hashlib.sha256(image).hexdigest()
+
+
+def _check(place: str, digest: str, expected: str) -> None:
     if digest != expected:
         raise UnusableModel(f"{place} is corrupt: sha256 is {digest}, the manifest says {expected}")
 
 
-def _read(descriptor: int, file_name: str, tensor: TensorSpec, target: memoryview) -> None:
+def _read(
+    descriptor: int, file_name: str, tensor: TensorSpec, target: memoryview | None = None
+) -> str:
+    """Read a tensor into ``target``, if given. Return the digest of its bytes in the file."""
+    size, sha256 = tensor.size_bytes, hashlib.sha256()
+    scratch = memoryview(bytearray(min(size, PIECE_BYTES) if target is None else 0))
     done = 0
-    while done < len(target):
-        piece = target[done : done + PIECE_BYTES]
+    while done < size:
+        piece = scratch[: size - done] if target is None else target[done : done + PIECE_BYTES]
         try:
             count = os.preadv(descriptor, [piece], tensor.file_offset_bytes + done)
         except OSError as error:
@@ -103,9 +121,11 @@ def _read(descriptor: int, file_name: str, tensor: TensorSpec, target: memoryvie
         if count == 0:
             raise UnusableModel(
                 f"{file_name} is truncated: it ends at byte {tensor.file_offset_bytes + done}, "
-                f"tensor {tensor.name!r} goes on to {tensor.file_offset_bytes + len(target)}"
+                f"tensor {tensor.name!r} goes on to {tensor.file_offset_bytes + size}"
             )
+        sha256.update(piece[:count])
         done += count
+    return sha256.hexdigest()
 
 
 def _zero(target: memoryview) -> None:

@@ -36,6 +36,7 @@ FIELDS: Final[Mapping[str, Mapping[str, type]]] = {
         "priority": int,
         "pin": bool,
         "tenant": str,
+        "lent": list,  # ``HostStoreAllocator.lent``
     },
     "job": {
         "entry": str,

@@ -46,7 +46,7 @@ from .folders import StateDir
 log = logging.getLogger(__name__)
 
 FILE_NAME: Final = "journal.sqlite"
-SCHEMA_VERSION: Final = 14  # the file's user_version; 0: no tables yet
+SCHEMA_VERSION: Final = 15  # the file's user_version; 0: no tables yet
 SLOW_APPEND_MS: Final = 100.0  # an append blocks the loop, so a longer one is logged
 DIGEST_COLUMN: Final = "sha256"
 SUFFIXES: Final = ("", "-wal", "-journal", "-shm")  # of the database's files

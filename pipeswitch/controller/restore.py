@@ -153,6 +153,7 @@ def _restore_model(server: Server, name: str, entry: Entry, token: ev.Token) -> 
         aliases=tuple(ModelName(alias) for alias, one in aliases if one["model"] == base),
         is_known=True,
         restored=builds.manifest_of(entry["digest"]),
+        lent=entry["lent"],
     )
     builds.built_before[spec] = entry["digest"]
     server.effects.restored[token] = ModelName(name)

@@ -14,10 +14,13 @@ WIDTH, COUNT = 512, 12
 X = torch.randn(3, WIDTH)
 
 
-def net(head: int) -> nn.Module:
+def net(number: int) -> nn.Module:
+    """Return a variant, in which another layer differs than in most others."""
     torch.manual_seed(0)
     body = [nn.Linear(WIDTH, WIDTH) for _ in range(COUNT)]
-    torch.manual_seed(head)
+    torch.manual_seed(number)
+    if number:
+        body[number % COUNT] = nn.Linear(WIDTH, WIDTH)
     return nn.Sequential(*body, nn.Linear(WIDTH, 8)).eval()
 
 
@@ -25,7 +28,7 @@ def test_variants_that_fit_only_by_sharing_answer_exactly_in_each_life(tmp_path:
     names, state = [f"m{seed}" for seed in range(16)], tmp_path / "state"
     for seed, name in enumerate(names):
         torch.save(net(seed).state_dict(), tmp_path / f"{name}.pt")
-    options = {"state_dir": state, "host_store": "20MiB", "arena": "32MiB"}  # one has 12 MiB
+    options = {"state_dir": state, "host_store": "28MiB", "arena": "32MiB"}  # one has 12 MiB
     expected: dict[str, torch.Tensor] = {}
     with checked_server(**options) as checked:
         client = checked.client
@@ -34,12 +37,13 @@ def test_variants_that_fit_only_by_sharing_answer_exactly_in_each_life(tmp_path:
             client.register(name, like="m0", weights=tmp_path / f"{name}.pt")
         row = client.show("m7")
         assert row["shares"] == f"{row['shared_bytes'] / (1 << 20):.1f} MiB with m0"
-        assert row["shared_bytes"] > 0.99 * row["bytes"]
+        assert row["shared_bytes"] > 0.9 * row["bytes"]
         for seed, name in enumerate(names):
             expected[name] = client.infer(name, X).value
             torch.testing.assert_close(expected[name], net(seed)(X).detach())
         client.unregister(names.pop(0))
-        assert "has left" in client.show("m7")["shares"]
+        assert "has left" in client.show("m1")["shares"]
+        assert client.show("m7")["shares_with"] == "m1"
         tools.kill(checked.daemon_pid())
         for name in reversed(names):
             assert torch.equal(client.infer(name, X).value, expected[name])

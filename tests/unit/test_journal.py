@@ -51,6 +51,7 @@ def model(name: str, **more: Any) -> dict[str, Any]:
         "priority": 1,
         "pin": False,
         "tenant": "",
+        "lent": [[1, "other"]],
         **more,
     }
 

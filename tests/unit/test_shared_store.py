@@ -13,6 +13,7 @@ from pipeswitch.extras.lab.programs import program_of, variant_of
 from pipeswitch.scheduler.memory.allocators import HostStoreAllocator
 from pipeswitch.scheduler.state.records import Model
 from pipeswitch.scheduler.state.states import ModelEvent
+from pipeswitch.scheduler.state.variants import Lent
 
 LAYER = 1 << 20
 COUNT = 8
@@ -30,16 +31,29 @@ class Store:
 
     def add(self, name: str, *own: int, tenant: str = "") -> Model:
         program = variant_of(program_of("p", TOTAL, groups=COUNT // 2), name, own)
-        model = Model(name, 1, False, 0.0, tenant=tenant, manifest=program.manifest)  # type: ignore[arg-type]
+        return self.take(Model(name, 1, False, 0.0, tenant=tenant, manifest=program.manifest))  # type: ignore[arg-type]
+
+    def take(self, model: Model, lent: Lent = ()) -> Model:
         model.state.apply(ModelEvent.BUILT, "")
-        self.ledger.take(model)
+        self.ledger.take(model, lent)
         region = self.ledger.regions.get(model.owner)
         assert region is not None
+        fills = self.ledger.fills(model)
         for at, digest in self.places(model):
-            if region.offset_bytes <= at < region.end_bytes:
+            if fills or region.offset_bytes <= at < region.end_bytes:
+                assert self.content.setdefault(at, digest) == digest or not fills
                 self.content[at] = digest
-        self.models[name] = model
+        self.models[model.name] = model
         return model
+
+    def restart(self, size: int, models: list[Model]) -> Store:
+        """Return the store of the next server, which has room for ``size`` bytes."""
+        again = Store(size)
+        for one in models:
+            model = Model(one.name, 1, False, 0.0, tenant=one.tenant, manifest=one.manifest)
+            again.take(model, self.ledger.lent(one))
+        again.check()
+        return again
 
     def remove(self, name: str, *, is_proven: bool = True) -> None:
         model = self.models.pop(name)
@@ -125,6 +139,22 @@ def test_bytes_that_were_not_proven_are_no_ones_base() -> None:
     assert not store.add("w", 2).image
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_after_a_restart_models_whose_base_has_left_take_no_more_room(seed: int) -> None:
+    draw, store = random.Random(seed), Store()
+    store.add("base")
+    for number in range(10):
+        store.add(f"v{number}", *draw.sample(range(COUNT), 3))
+    store.remove("base")
+    again = store.restart(store.held, draw.sample([*store.models.values()], 10))
+    assert again.held == store.held
+    assert again.ledger.shared_bytes == store.ledger.shared_bytes
+    again = again.restart(again.held, [*again.models.values()])
+    for name in [*again.models]:
+        again.remove(name)
+    assert again.held == 0
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_keeps_each_models_bytes_and_frees_all(seed: int) -> None:
     draw, store = random.Random(seed), Store(6 * TOTAL)
@@ -138,6 +168,9 @@ def test_any_order_keeps_each_models_bytes_and_frees_all(seed: int) -> None:
             except HostStoreFull:
                 continue
         store.check()
+    again = store.restart(6 * TOTAL, [*store.models.values()])
+    assert again.held <= store.held
     for name in [*store.models]:
         store.remove(name)
-    assert store.held == 0
+        again.remove(name)
+    assert store.held == again.held == 0

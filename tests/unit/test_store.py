@@ -332,13 +332,6 @@ def test_accepted_spans_stay_disjoint_and_few(guard: TransmitGuard) -> None:
     assert len(guard._accepted) <= 128
 
 
-def shared(tensors: tuple[TensorSpec, ...] = TENSORS) -> Manifest:
-    parts = [IMAGE[t.offset_bytes : t.offset_bytes + t.size_bytes] for t in tensors]
-    digests = [hashlib.sha256(part).hexdigest() for part in parts]
-    own = [msgspec.structs.replace(t, digest=d) for t, d in zip(tensors, digests, strict=True)]
-    return manifest(tensors=tuple(own))
-
-
 @pytest.mark.parametrize("damage", [None, 3, 1600])
 def test_a_variants_shared_bytes_are_compared_and_not_written(
     tmp_path: Path, damage: int | None
@@ -349,11 +342,19 @@ def test_a_variants_shared_bytes_are_compared_and_not_written(
         other[damage] ^= 1
     before, view = bytes(other), memoryview(other)
     parts = Part(0, view[:512], True), Part(512, memoryview(own)), Part(1536, view[1536:], True)
-    write_model(tmp_path, shared())
+    write_model(tmp_path, with_digests())
     if damage is None:
         load_model(tmp_path, memoryview(own), parts)
         assert own == IMAGE[512:1536]
-    else:
-        with pytest.raises(UnusableModel, match="is corrupt"):
-            load_model(tmp_path, memoryview(own), parts)
+        assert other == before
+        return
+    with pytest.raises(UnusableModel, match="is corrupt"):
+        load_model(tmp_path, memoryview(own), parts)
+    write_model(tmp_path, with_digests(), bytes(len(WEIGHTS)))
+    with pytest.raises(UnusableModel, match="is corrupt"):
+        load_model(tmp_path, memoryview(own), parts, fills=True)
+    assert other == before
+    write_model(tmp_path, with_digests())
+    load_model(tmp_path, memoryview(own), parts, fills=True)
+    other[damage] ^= 1
     assert other == before

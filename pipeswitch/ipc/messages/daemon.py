@@ -44,6 +44,7 @@ class StoreModel(Message, frozen=True):
     store_offset_bytes: int
     size_bytes: int
     image: tuple[CopyPart, ...] = ()  # parts elsewhere are another model's; empty: all is there
+    fills: bool = False  # write each tensor that is missing there, also in others' parts
 
 
 class ModelStored(Message, frozen=True):

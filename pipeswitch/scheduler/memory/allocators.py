@@ -18,7 +18,7 @@ from ..state.device_state import FENCE_BYTES, DeviceState
 from ..state.records import DeviceModel, Model
 from ..state.regions import Cost, Costs, Extent, Owner, Region, RegionAllocator
 from ..state.states import ModelState, Residency, TaskState, VersionState
-from ..state.variants import Layout, Ranges, difference, image_of, layout_of
+from ..state.variants import Layout, Lent, Ranges, difference, image_of, layout_of, with_digests
 
 FENCES = Owner("fences")
 
@@ -389,10 +389,14 @@ class ArenaAllocator:
 
 @dataclass(eq=False)
 class Place:
-    """Region of the host store with a whole model, and the models with bytes there."""
+    """Region of the host store that begins with a whole model, and the models with bytes there.
+
+    ``is_restored``: that model left before a restart. Each user loads what is missing of its bytes.
+    """
 
     manifest: Manifest
     region: Region
+    is_restored: bool = False
     users: dict[ModelName, int] = field(default_factory=dict)  # and how many bytes they share
 
 
@@ -444,10 +448,12 @@ class HostStoreAllocator:
         """Memory that neither the store's owners nor other images use."""
         return max(0, self.regions.free_bytes - sum(self.images.values()))
 
-    def take(self, model: Model, *, is_alone: bool = False) -> None:
+    def take(self, model: Model, lent: Lent = (), *, is_alone: bool = False) -> None:
         """Reserve the model's place; ``is_alone``: it shares no bytes.
 
-        It shares them if at least half are equal, or if it would not fit otherwise.
+        It shares them if at least half are equal, or if it would not fit otherwise. With ``lent``,
+        of ``lent`` before a restart, it shares the same bytes, and the first such model also
+        reserves their place.
 
         Raises:
             HostStoreFull: there is no room, or the tenant has used its share of the free bytes.
@@ -457,23 +463,30 @@ class HostStoreAllocator:
         places = self._places.get(layout, []) if layout is not None else []
         near = [(difference(model.built, one.manifest), one) for one in places[-MAX_COMPARED:]]
         ranges, place = min(near, key=lambda pair: _sizes(pair[0]), default=((), None))
+        base, base_bytes = model.built, 0
+        if is_restored := bool(lent and layout):
+            base = with_digests(base, dict(lent))
+            ranges = difference(model.built, base)
+            place = next((one for one in places if not difference(base, one.manifest)), None)
+            base_bytes = aligned(total_bytes, TENSOR_ALIGN_BYTES) if place is None else 0
         own_bytes = max(_sizes(ranges), TENSOR_ALIGN_BYTES)
         fits = size <= self.regions.largest_free_bytes and not self._over_share(model, size)
-        if place is not None and fits and 2 * own_bytes > size:
+        if not is_restored and fits and 2 * own_bytes > size:
             place = None
-        size = size if place is None else own_bytes
+        size = own_bytes if place is not None or is_restored else size
         if refusal := self._over_share(model, size):
             raise refusal
-        region = self.regions.reserve(model.owner, size)
+        region = self.regions.reserve(model.owner, size + base_bytes)
         if region is None:
             raise self.full(model)
-        own = model.store_offset_bytes = region.offset_bytes
+        model.store_offset_bytes, model.image = region.offset_bytes, ()
         self._held_bytes[model.tenant] += region.size_bytes
         if place is None:
-            place, model.image = Place(model.built, region), ()
+            place = Place(base, region, is_restored)
             if layout is not None:
                 self._places.setdefault(layout, []).append(place)
-        else:
+        if is_restored or place.region is not region:
+            own = region.offset_bytes + base_bytes
             model.image = image_of(total_bytes, ranges, own, place.region.offset_bytes)
         place.users[model.name] = total_bytes - own_bytes if model.image else 0
         self._used[model.name] = place
@@ -483,14 +496,24 @@ class HostStoreAllocator:
         """Number of bytes that sharing saves."""
         return sum([place.users[name] for name, place in self._used.items()])
 
+    def fills(self, model: Model) -> bool:
+        """Return True if a load of the model also fills a restored place."""
+        return self._used[model.name].is_restored
+
+    def lent(self, model: Model) -> Lent:
+        """Return how the place with a model's bytes differs from the model."""
+        pairs = zip(self._used[model.name].manifest.tensors, model.built.tensors, strict=True)
+        return [(at, one.digest) for at, (one, own) in enumerate(pairs) if one.digest != own.digest]
+
     def sharing(self, model: Model) -> dict[str, Any]:
         """Return the fields of a model's row that say how many bytes it shares, and with whom."""
         if not model.image:
             return {}
         place = self._used[model.name]
         owner, size = place.region.owner, place.users[model.name]
-        other = owner.name if owner.kind == "model" else "a model that has left"
-        text = f"{gib(size)} with {other}"
+        first = owner.name if owner.kind == "model" else next(iter(place.users))
+        other = "" if first == model.name else first
+        text = f"{gib(size)} with {other or 'a model that has left'}"
         return {"shared_bytes": size, "shares": text, "shares_with": other}
 
     def _over_share(self, model: Model, size: int) -> HostStoreFull | None:
@@ -532,7 +555,8 @@ class HostStoreAllocator:
             self._held_bytes[model.tenant] += freed.size_bytes
         elif not place.users and not is_own:
             self._release(place.region.owner, model.tenant)
-        if not place.users or (is_own and model.state.state is not ModelState.LEAVING):
+        is_wrong = model.state.state is not ModelState.LEAVING and not place.is_restored
+        if not place.users or (is_own and is_wrong):
             for layout, places in [*self._places.items()]:  # the bytes are gone, or may be wrong
                 self._places[layout] = [one for one in places if one is not place]
                 if not self._places[layout]:

@@ -140,6 +140,7 @@ class Registry:
             takes_over=takes_over,
             is_known=event.is_known,
             like=like,
+            lent=event.lent,
             waiters=list(waiters),
         )
         model = Model(
@@ -227,7 +228,8 @@ class Registry:
                 if device.state.may_serve(model):
                     device.arena.check_fits(model, is_pinned=model.want_pinned)
             streams = any(device.arena.min_bytes(manifest) for device in devices)
-            self._machine.store.take(model, is_alone=streams)
+            lent = self.registrations[model.name].lent
+            self._machine.store.take(model, lent, is_alone=streams)
             if not all(d.residents.take(d.state.replicas[model.name]) for d in devices):
                 raise self._machine.store.full(model)
         except errors.PipeSwitchError as error:
@@ -268,6 +270,7 @@ class Registry:
                 store_offset_bytes=model.store_offset_bytes,
                 size_bytes=region.size_bytes,
                 image=model.image,
+                fills=self._machine.store.fills(model),
             )
         )
 
@@ -306,7 +309,7 @@ class Registry:
         if model is None or model.state.state is not ModelState.STORING:
             return
         registration, manifest = self.registrations[model.name], model.built
-        if model.image:  # perhaps the other model's bytes are wrong: share none
+        if model.image and not self._machine.store.fills(model):  # the other's bytes may be wrong
             self._machine.store.remove(model)
             try:
                 self._machine.store.take(model, is_alone=True)

@@ -76,6 +76,7 @@ class Names:
             "priority": model.priority,
             "pin": model.want_pinned,
             "tenant": model.tenant,
+            "lent": self._machine.store.lent(model),
         }
         self._core.emit(Journal(entry=entry, accepts=accepts))
 

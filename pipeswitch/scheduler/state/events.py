@@ -23,6 +23,7 @@ from ...planning.grouping import Plan
 from ...planning.planned_groups import PlannedFile
 from ...programs.interface.layout import Composite, Manifest, Wrapper
 from ...wire.request_timing import RequestTiming
+from .variants import Lent
 
 Token = NewType("Token", int)
 
@@ -122,6 +123,7 @@ class RegisterModelRequest(ClientRequest, frozen=True):
     devices: tuple[str, ...] = ()  # names of the devices that may serve it; empty: all
     is_known: bool = False  # whether it comes from the journal of an earlier server
     restored: Manifest | None = None  # manifest from the journal: requests may wait for the build
+    lent: Lent = ()  # from the journal: ``HostStoreAllocator.lent``
     wrapper: Wrapper | None = None  # what converts its inputs and outputs
     aliases: tuple[ModelName, ...] = ()  # further names
     like: ModelName = ModelName("")  # model whose program it takes, with the weights of ``spec``

@@ -49,7 +49,7 @@ from .states import (
     WorkerEvent,
     WorkerState,
 )
-from .variants import Family, Image
+from .variants import Family, Image, Lent
 
 NO_OP_ID = OpId(0)
 NO_TURN = Turn(0)
@@ -71,6 +71,7 @@ class Registration:
     takes_over: bool = False  # the version becomes current as soon as it is ready
     is_known: bool = False  # restored from the journal: listed as failed if it is refused
     like: Model | None = None  # its build waits for this model's program, to take it
+    lent: Lent = ()  # restored: how the place that it shared before differs from it
     rebuilds: str = ""  # digest of its program, whose derived file is damaged
     waiters: list[Token] = field(default_factory=list)
     end_waiters: list[Token] = field(default_factory=list)  # clients that await its removal

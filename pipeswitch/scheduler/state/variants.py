@@ -6,9 +6,11 @@ Such a model may take an idle variant's place: then only what differs is copied 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Final
+
+from msgspec import structs
 
 from ...ipc.messages.base import ModelName
 from ...ipc.messages.daemon import CopyPart
@@ -19,6 +21,7 @@ MAX_RANGES: Final = 256  # maximum number of ranges in which two models differ
 MAX_PAIRS: Final = 256  # number of pairs of a family whose ranges are kept
 Layout = tuple[str, int, tuple[tuple[int, int], ...]]
 Ranges = Sequence[tuple[int, int]]  # starts and ends in the region, ascending
+Lent = Sequence[tuple[int, str]]  # tensors of a place that its user does not share: index, digest
 Image = tuple[CopyPart, ...]  # where the host store has a model, ascending; offsets in the region
 PLACE: Final = attrgetter("offset_bytes")
 START, END = itemgetter(0), itemgetter(1)
@@ -34,6 +37,15 @@ def layout_of(tenant: str, manifest: Manifest) -> Layout | None:
         return None
     places = tuple([(one.offset_bytes, one.size_bytes) for one in tensors])
     return tenant, manifest.total_bytes, places
+
+
+def with_digests(manifest: Manifest, digests: Mapping[int, str]) -> Manifest:
+    """Return a manifest whose tensors with these indices have other digests."""
+    tensors = [
+        structs.replace(one, digest=digests.get(index, one.digest))
+        for index, one in enumerate(manifest.tensors)
+    ]
+    return structs.replace(manifest, tensors=tuple(tensors))
 
 
 class Family:
