@@ -88,14 +88,8 @@ def _gpu() -> list[Finding]:
     if not version.is_file():
         nodes = sorted(Path("/dev").glob("nvidia[0-9]*"))
         if nodes:
-            return [
-                Finding(
-                    "gpu",
-                    "warn",
-                    f"{len(nodes)} device nodes, but no driver is loaded",
-                    "load the nvidia kernel module",
-                )
-            ]
+            text = f"{len(nodes)} device nodes, but no driver is loaded"
+            return [Finding("gpu", "warn", text, "load the nvidia kernel module")]
         return [Finding("gpu", "ok", "no NVIDIA device: the cpu device is used")]
     findings = [Finding("driver", "ok", version.read_text().splitlines()[0])]
     for card in cards:
@@ -136,9 +130,8 @@ def _cuda_device(config: DeviceConfig, name: str) -> list[Finding]:
         is_needed = test in cuda_ladder.REQUIRED
         bad: Literal["warn", "fail"] = "fail" if is_needed else "warn"
         advice = "" if outcome["is_ok"] else _cuda_advice(test)
-        findings.append(
-            Finding(f"{title} {test}", "ok" if outcome["is_ok"] else bad, outcome["text"], advice)
-        )
+        status = "ok" if outcome["is_ok"] else bad
+        findings.append(Finding(f"{title} {test}", status, outcome["text"], advice))
     return findings
 
 
@@ -156,49 +149,38 @@ def _cuda_advice(test: str) -> str:
 def _memory() -> list[Finding]:
     available = available_bytes()
     text = f"{short_bytes(available)} available, within the control group's limit"
-    if available < LOW_MEMORY_BYTES:
-        return [Finding("memory", "warn", text, "serve few models: --arena and --host-store small")]
-    return [Finding("memory", "ok", text)]
+    advice = "serve few models: --arena and --host-store small" * (available < LOW_MEMORY_BYTES)
+    return [Finding("memory", "warn" if advice else "ok", text, advice)]
 
 
 def _kernel() -> list[Finding]:
     """Check the kernel features that shared memory needs: memfd, seals, windows, eventfd, pidfd."""
-    findings = []
-    descriptors: list[int] = []
-    try:
-        descriptors.append(control_page.sealed_memfd("doctor", 1 << 20))
-        control_page.seal_against_writers(descriptors[0])
-        findings.append(Finding("memfd and seals", "ok", "work"))
-    except (OSError, AttributeError) as error:
-        findings.append(
-            Finding("memfd and seals", "fail", str(error), "Linux 5.1 or newer is needed")
-        )
-    else:
-        findings.append(_windows(descriptors[0]))
-    makers: dict[str, Callable[[], int]] = {
-        "eventfd": lambda: os.eventfd(0),
-        "pidfd": lambda: os.pidfd_open(os.getpid()),
-    }
-    for name, make in makers.items():
-        try:
-            descriptors.append(make())
-            findings.append(Finding(name, "ok", "works"))
-        except (OSError, AttributeError) as error:
-            findings.append(Finding(name, "fail", str(error), "Linux 5.3 or newer is needed"))
-    for descriptor in descriptors:
-        os.close(descriptor)
-    return findings
-
-
-def _windows(descriptor: int) -> Finding:
-    """Check that a worker on cpu can protect and open its model's memory pages."""
     from ..devices.cpu.page_protection import ProtectedMapping
 
-    try:
-        ProtectedMapping(descriptor, 1 << 20).unmap()
-    except OSError as error:
-        return Finding("windows", "fail", str(error), "Linux 5.13 or newer is needed")
-    return Finding("windows", "ok", "work")
+    def sealed() -> int:
+        descriptor = control_page.sealed_memfd("doctor", 1 << 20)
+        control_page.seal_against_writers(descriptor)
+        return descriptor
+
+    def window() -> int:
+        ProtectedMapping(descriptor := sealed(), 1 << 20).unmap()
+        return descriptor
+
+    makers: list[tuple[str, str, Callable[[], int]]] = [
+        ("memfd and seals", "5.1", sealed),
+        ("windows", "5.13", window),
+        ("eventfd", "5.3", lambda: os.eventfd(0)),
+        ("pidfd", "5.3", lambda: os.pidfd_open(os.getpid())),
+    ]
+    findings = []
+    for name, version, make in makers:
+        try:
+            os.close(make())
+            findings.append(Finding(name, "ok", "works"))
+        except (OSError, AttributeError) as error:
+            advice = f"Linux {version} or newer is needed"
+            findings.append(Finding(name, "fail", str(error), advice))
+    return findings
 
 
 def _sandbox() -> list[Finding]:
@@ -274,18 +256,10 @@ def _precision() -> list[Finding]:
 
 def _limits() -> list[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    cores = cpu_count()
-    findings = [
-        Finding(
-            "cores",
-            "ok" if cores > 1 else "warn",
-            str(cores),
-            "" if cores > 1 else "copy and compute share one core",
-        )
+    cores, is_low = cpu_count(), soft < LOW_FILES
+    advice = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}" if is_low else ""
+    one = "copy and compute share one core" if cores == 1 else ""
+    return [
+        Finding("cores", "warn" if one else "ok", str(cores), one),
+        Finding("open files", "warn" if is_low else "ok", str(soft), advice),
     ]
-    if soft < LOW_FILES:
-        advice = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
-        findings.append(Finding("open files", "warn", str(soft), advice))
-    else:
-        findings.append(Finding("open files", "ok", str(soft)))
-    return findings

@@ -46,6 +46,12 @@ _BY_LABEL: Final = (
     ),
     ("tenant_device_seconds", "tenant_s", "tenant", "Device time of runs, by tenant"),
 )
+_SEQUENCES: Final = (
+    (counters, "tokens", "tokens", "Tokens of answers of language models"),
+    (gauges, "model_sequences", "sequences", "Sequences with state on the server, by model"),
+    (gauges, "sequence_bytes", "sequence_bytes", "Bytes of the request pool that sequences use"),
+    (gauges, "spare_bytes", "spare_bytes", "Bytes of the prefix cache that no sequence uses"),
+)
 _OUTCOMES: Final = (OK, "error", "queue_full", "undeliverable")
 _TIERS: Final[Mapping[str, str]] = {"arena": "device", "store": "host", "pool": "requests"}
 _NV_COUNTERS: Final[Mapping[str, tuple[str, str, float]]] = {  # name: phase, field, divisor
@@ -256,27 +262,7 @@ class _Server:
 
     @staticmethod
     def _sequences(rows: Mapping[str, Mapping[str, int]]) -> Iterable[Metric]:
-        for make, name, text, key in (
-            (counters, "tokens", "Tokens of answers of language models", "tokens"),
-            (
-                gauges,
-                "model_sequences",
-                "Sequences with state on the server, by model",
-                "sequences",
-            ),
-            (
-                gauges,
-                "sequence_bytes",
-                "Bytes of the request pool that sequences use",
-                "sequence_bytes",
-            ),
-            (
-                gauges,
-                "spare_bytes",
-                "Bytes of the prefix cache that no sequence uses",
-                "spare_bytes",
-            ),
-        ):
+        for make, name, key, text in _SEQUENCES:
             values = {tuple(f"{of}@1".split("@")[:2]): row[key] for of, row in rows.items()}
             yield make(f"pipeswitch_{name}", text, ["model", "version"], values)
 
