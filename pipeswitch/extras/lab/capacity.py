@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-
-import msgspec
+from typing import Any
 
 from .costs import LayerCosts, bound, makespan
 from .planner import plan_groups
@@ -37,72 +36,40 @@ class ModelDemand:
             raise ValueError(f"{self.name}: its region is smaller than its layers")
 
 
-class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Report on one model. Times are predictions, from the start of the switch."""
-
-    name: str
-    total_bytes: int
-    fits: bool  # whether the arena can hold the model without other models
-    layer_count: int
-    group_count: int  # number of groups in the best plan for a cold model
-    groups: tuple[int, ...]  # index of the first layer of each group in this plan
-    bound_ms: float  # M*, a lower limit of the cold time of every plan
-    resident_ms: float  # time if the whole model is already on the device
-    cold_ms: float  # time if no part of the model is on the device
-    overhead_ms: float  # ``cold_ms - resident_ms``
-    deadline_ms: float | None
-    holds_cold: bool | None  # whether a cold run meets the deadline; None: no deadline
-    shared_bytes: int
+def capacity_report(models: Sequence[ModelDemand], arena_bytes: int) -> dict[str, Any]:
+    """Return the predicted times of the models, and how many of them fit in the arena together."""
+    used_bytes = [*accumulate(sorted(model.total_bytes for model in models))]
+    total_bytes = used_bytes[-1] if used_bytes else 0
+    return {
+        "arena_bytes": arena_bytes,
+        "total_bytes": total_bytes,
+        "fits_all": total_bytes <= arena_bytes,
+        "fit_count": sum(one <= arena_bytes for one in used_bytes),  # the smallest ones
+        "models": [_model_report(model, arena_bytes) for model in models],
+    }
 
 
-class CapacityReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Report on all models that share one arena."""
-
-    arena_bytes: int
-    total_bytes: int  # sum over all models
-    fits_all: bool
-    fit_count: int  # maximum number of models that fit together (the smallest ones)
-    models: tuple[ModelReport, ...]
-
-
-def capacity_report(models: Sequence[ModelDemand], arena_bytes: int) -> CapacityReport:
-    """Return the predicted times of the models, and how many of them fit in the arena."""
-    total_bytes = sum(model.total_bytes for model in models)
-    return CapacityReport(
-        arena_bytes=arena_bytes,
-        total_bytes=total_bytes,
-        fits_all=total_bytes <= arena_bytes,
-        fit_count=_fit_count(models, arena_bytes),
-        models=tuple(_model_report(model, arena_bytes) for model in models),
-    )
-
-
-def _fit_count(models: Sequence[ModelDemand], arena_bytes: int) -> int:
-    used_bytes = accumulate(sorted(model.total_bytes for model in models))
-    return sum(one <= arena_bytes for one in used_bytes)
-
-
-def _model_report(model: ModelDemand, arena_bytes: int) -> ModelReport:
+def _model_report(model: ModelDemand, arena_bytes: int) -> dict[str, Any]:
+    """Return a model's row; times are predictions, from the start of the switch."""
     costs = model.costs
     plan = plan_groups(costs)
     cold_ms = model.pass_ms or makespan(plan, costs)
     fits = model.total_bytes <= arena_bytes
-
     holds: bool | None = None
     if model.deadline_ms is not None:
         holds = (fits or model.pass_ms > 0) and cold_ms <= model.deadline_ms
-    return ModelReport(
-        name=model.name,
-        total_bytes=model.total_bytes,
-        fits=fits,
-        layer_count=costs.layer_count,
-        group_count=len(plan),
-        groups=plan,
-        bound_ms=bound(costs),
-        resident_ms=costs.resident_ms,
-        cold_ms=cold_ms,
-        overhead_ms=cold_ms - costs.resident_ms,
-        deadline_ms=model.deadline_ms,
-        holds_cold=holds,
-        shared_bytes=model.shared_bytes,
-    )
+    return {
+        "name": model.name,
+        "total_bytes": model.total_bytes,
+        "fits": fits,  # the arena can hold it without other models
+        "layer_count": costs.layer_count,
+        "group_count": len(plan),
+        "groups": plan,  # index of the first layer of each group in the best plan for a cold model
+        "bound_ms": bound(costs),  # M*, a lower limit of the cold time of every plan
+        "resident_ms": costs.resident_ms,
+        "cold_ms": cold_ms,
+        "overhead_ms": cold_ms - costs.resident_ms,
+        "deadline_ms": model.deadline_ms,
+        "holds_cold": holds,  # whether a cold run meets the deadline; None: there is none
+        "shared_bytes": model.shared_bytes,
+    }

@@ -49,35 +49,12 @@ Chain: TypeAlias = "tuple[int, Chain] | None"  # (start of the next group, its c
 def plan_groups(costs: LayerCosts) -> Plan:
     """Return the plan with the smallest makespan, and among equals one with the fewest groups."""
     table = _Table(costs)
-    if costs.sigma_ms == 0:
-        table.fill_unlimited()
-        return _merged(costs, table.best_ms)
-    table.fill_by_groups()
+    table.fill()
     starts, start, chain = [], 0, table.best_chain
     while chain is not None:
         starts.append(start)
         start, chain = chain
     return tuple(starts)
-
-
-def _merged(costs: LayerCosts, total_ms: float) -> Plan:
-    """Return the plan with the fewest groups that ends within ``total_ms``; only for sigma 0.
-
-    Each group takes as many layers as can still arrive in time. A shorter group has no advantage:
-    the same bytes would need more copies, and the next group would have an earlier deadline.
-    """
-    latest_ms = total_ms * (1 + SAME)
-    merged: list[int] = []
-    link_ms = own_ms = 0.0  # copy times: of all groups before the last one, of the last one
-    for layer in range(costs.layer_count):
-        if merged:
-            joined_ms = costs.transfer_ms(merged[-1], layer + 1)
-            if link_ms + joined_ms <= latest_ms - costs.remaining_ms[merged[-1]]:
-                own_ms = joined_ms
-                continue
-        link_ms, own_ms = link_ms + own_ms, costs.transfer_ms(layer, layer + 1)
-        merged.append(layer)
-    return tuple(merged)
 
 
 class _Table:
@@ -91,14 +68,7 @@ class _Table:
         self.best_ms = math.inf if count else costs.resident_ms
         self.best_chain: Chain = None
 
-    def fill_unlimited(self) -> None:
-        """Fill one row for plans of any number of groups; correct only if sigma is 0."""
-        # The generator goes from the last layer to the first and reads entries made by this loop.
-        for i, ms, j in self._faster_cuts(0.0, self.costs.layer_count):
-            self.rest_ms[i], self.chains[i] = ms, (j, self.chains[j])
-        self._offer(self.costs.resident_ms)
-
-    def fill_by_groups(self) -> None:
+    def fill(self) -> None:
         """Fill the rows for 1, 2, 3, ... groups, until one more group improves no plan."""
         end = self.costs.layer_count
         for groups in range(1, self.costs.layer_count + 1):

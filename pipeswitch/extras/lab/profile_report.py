@@ -15,7 +15,7 @@ from ...base.errors import InvalidInput, ModelNotFound, PipeSwitchError
 from ...base.units import nearest, parse_ms, printed, short_bytes
 from ...cli import common, views
 from ..offload import dry_run
-from .capacity import CapacityReport, ModelDemand, ModelReport, capacity_report
+from .capacity import ModelDemand, capacity_report
 from .costs import MIB, pass_ms
 from .planner import costs_of
 from .profile import Profile
@@ -139,7 +139,7 @@ def report(
                 shared_bytes=model.get("shared_bytes", 0),
             )
         )
-    capacity = msgspec.to_builtins(capacity_report(demands, answer["arena_bytes"]))
+    capacity = capacity_report(demands, answer["arena_bytes"])
     texts = {name: one["text"] for name, one in streams.items()}
     return {**capacity, "without_profile": unknown, "streams": texts}
 
@@ -176,11 +176,8 @@ def _job_row(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def report_view(figures: Mapping[str, Any]) -> RenderableType:
     """Return the report as a table, with the models without a profile and what to do below it."""
-    capacity = msgspec.convert(
-        {key: figures[key] for key in CapacityReport.__struct_fields__}, CapacityReport
-    )
-    streams = figures["streams"]
-    rows = [_row(model, streams.get(model.name, "")) for model in capacity.models]
+    streams, models = figures["streams"], figures["models"]
+    rows = [_row(model, streams.get(model["name"], "")) for model in models]
     rows += [
         {
             "model": row["name"],
@@ -195,12 +192,11 @@ def report_view(figures: Mapping[str, Any]) -> RenderableType:
     if not rows:
         return Group(Text("no models (pipeswitch register)"), *below)
     columns = [name for name in PLAN_COLUMNS if any(row.get(name) for row in rows)]
-    count = len(capacity.models)
-    lines = [f"arena {short_bytes(capacity.arena_bytes)}"]
-    if count:
+    lines = [f"arena {short_bytes(figures['arena_bytes'])}"]
+    if models:
         lines.append(
-            f"{capacity.fit_count} of {count} profiled models are resident together "
-            f"({short_bytes(capacity.total_bytes)} in all)"
+            f"{figures['fit_count']} of {len(models)} profiled models are resident together "
+            f"({short_bytes(figures['total_bytes'])} in all)"
         )
     if unknown := [row["name"] for row in figures["without_profile"]]:
         named = unknown[0] if len(unknown) == 1 else "--all"
@@ -208,19 +204,16 @@ def report_view(figures: Mapping[str, Any]) -> RenderableType:
     return Group(views.Listing(rows, columns), Text("\n" + "\n".join(lines)), *below)
 
 
-def _row(model: ModelReport, streams: str) -> dict[str, Any]:
-    holds = {True: "yes", False: "no", None: ""}[model.holds_cold]
+def _row(model: Mapping[str, Any], streams: str) -> dict[str, Any]:
     return {
-        "model": model.name,
-        "size": short_bytes(model.total_bytes),
-        "shared": short_bytes(model.shared_bytes) if model.shared_bytes else "",
-        "groups": model.group_count,
-        "switch_ms": model.cold_ms,
-        "resident_ms": model.resident_ms,
-        "bound_ms": model.bound_ms,
-        "deadline_ms": model.deadline_ms,
-        "holds": holds,
-        "why": "" if model.fits else streams or "it does not fit into the arena",
+        **model,
+        "model": model["name"],
+        "size": short_bytes(model["total_bytes"]),
+        "shared": short_bytes(model["shared_bytes"]) if model["shared_bytes"] else "",
+        "groups": model["group_count"],
+        "switch_ms": model["cold_ms"],
+        "holds": {True: "yes", False: "no", None: ""}[model["holds_cold"]],
+        "why": "" if model["fits"] else streams or "it does not fit into the arena",
     }
 
 
