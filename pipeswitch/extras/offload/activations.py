@@ -148,7 +148,7 @@ class Activations:
         self._offload, self.asked_for = offload, (offload, budget_bytes)
         self._streams, self._gate = CopyStreams(copies, gate), gate
         self.memory = ActivationMemory(budget_bytes, tiles, gate)
-        self.plan = StepPlan(offload, gate, self._streams)
+        self.plan = StepPlan(offload, self._streams)
         self._layers = _Layers(self.keep, self._streams)
         self._own = _Storages()  # parameters, buffers, the batch
         self._table = _Storages()  # saved storages, each with its ``Saved``

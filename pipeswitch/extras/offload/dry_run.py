@@ -88,7 +88,7 @@ def _least_bytes(measured: Measured, needed: int) -> int:
     low, high = 0, -(-needed >> 10)
     while low < high:
         middle = (low + high) // 2
-        is_kept = swaps.plan(measured.step, middle << 10, measured.links, lambda: True)
+        is_kept = swaps.plan(measured.step, middle << 10, measured.links)
         low, high = (low, middle) if is_kept else (middle + 1, high)
     return min(low << 10, needed)
 

@@ -21,7 +21,6 @@ from .activation_budget import ActivationBudget
 from .copy_streams import Copy, CopyStreams
 
 STEPS_MEASURED: Final = 2  # steps measured at a loop's start; the first one has cold caches
-SEARCH_MS: Final = 200.0  # time limit for planning, once per loop; a stop request ends it early
 UNLIMITED: Final = 1 << 62
 LOOK_AGAIN_S: Final = 0.01  # interval of polling for memory that other jobs release
 
@@ -59,8 +58,8 @@ class Saved:
 class StepPlan:
     """Measured step of a loop (``offload="auto"``), and the plan made from it."""
 
-    def __init__(self, offload: str, gate: Gate, streams: CopyStreams) -> None:
-        self._is_auto, self._gate, self._streams = offload == "auto", gate, streams
+    def __init__(self, offload: str, streams: CopyStreams) -> None:
+        self._is_auto, self._streams = offload == "auto", streams
         self.forecast: Forecast | None = None
         self.planned = 0  # number of storages in the measured step
         self.rank: Mapping[int, int] = {}  # storage's number -> rank of its use when measured
@@ -119,13 +118,7 @@ class StepPlan:
         out, back = (
             LinkQueue(bytes_per_ms=self._streams.bytes_per_ms(to_host=w)) for w in (True, False)
         )
-        until_ms = now_ms() + SEARCH_MS
-        self.forecast = plan(
-            step,
-            budget_bytes,
-            (out, back),
-            is_over=lambda: self._gate.is_pending or now_ms() > until_ms,
-        )
+        self.forecast = plan(step, budget_bytes, (out, back))
 
 
 class ActivationMemory:

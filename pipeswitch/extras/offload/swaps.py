@@ -1,9 +1,9 @@
 """Choice of the saved tensors of a training step that leave the device until their use. Pure.
 
 vDNN (MICRO'16) takes the tensors that forward saves. It copies them out to the host while later
-layers compute, and back before backward uses them. SwapAdvisor (ASPLOS'20) uses a genetic algorithm
-to find which tensors to swap, and when; a simulator rates each candidate. Here one measured step
-determines the choice. Only as many storages leave as needed; operators keep the script's order.
+layers compute, and back before backward uses them. Here one measured step determines the choice,
+and a simulator rates it, as in SwapAdvisor (ASPLOS'20). Only as many storages leave as needed;
+operators keep the script's order.
 
 The simulation has three queues: compute, copies out and copies in. Each kind of copy runs in the
 order of its requests. A copy out is requested at the save. Forward waits at a save until there is
@@ -16,15 +16,12 @@ copy out gains nothing (ADR 47), so the set of storages that leave is the whole 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Final, Literal
 
 MIN_BYTES: Final = 4096  # smaller storages stay: their copies would cost more than they free
 MAX_TRIES: Final = 32  # approximate number of plans that ``hiding`` tries
-POPULATION: Final = 16  # number of plans that the genetic search keeps
-CHILDREN: Final = 1000  # maximum number of children of the genetic search
 
 What = Literal["save", "use", "release"]
 Place = Literal["", "device", "leaving", "host", "coming"]
@@ -231,23 +228,12 @@ def order_of_use(step: Step) -> tuple[int, ...]:
     return tuple(dict.fromkeys(event.storage for event in step.events if event.what == "use"))
 
 
-def plan(
-    step: Step, budget_bytes: int, links: Links, is_over: Callable[[], bool] = lambda: False
-) -> Forecast | None:
-    """Return the best plan of vDNN's rule, Belady's rule, and a genetic search from their plans.
-
-    Args:
-        is_over: returns True when time is up; the search then ends with its best plan so far.
-
-    Returns:
-        The forecast of the best plan, or None if no plan of the two rules keeps the budget.
-    """
-    forecasts = [*hiding(step, budget_bytes, links)]
+def plan(step: Step, budget_bytes: int, links: Links) -> Forecast | None:
+    """Return the best plan of vDNN's rule and Belady's, or None if none keeps the budget."""
+    forecasts = hiding(step, budget_bytes, links)
     if one := forecast(step, farthest(step, budget_bytes), budget_bytes, links):
         forecasts.append(one)
-    if not forecasts:
-        return None
-    return _Search(step, budget_bytes, links, forecasts, Random(0)).best(is_over)
+    return min(forecasts, key=lambda one: (one.wait_ms, one.moved_bytes), default=None)
 
 
 def min_bytes(step: Step) -> int:
@@ -294,46 +280,6 @@ def farthest(step: Step, budget_bytes: int) -> set[int]:
                 here.remove(one)
                 leaving.add(one)
     return leaving
-
-
-class _Search:
-    """Genetic search: a child combines its parents' choices of storages, and flips some choices."""
-
-    def __init__(
-        self, step: Step, budget_bytes: int, links: Links, first: Sequence[Forecast], dice: Random
-    ) -> None:
-        self._step, self._budget, self._links, self._dice = step, budget_bytes, links, dice
-        self._may_leave = sorted(_ranked(step, links))
-        self._alive = sorted(first, key=_cost)[:POPULATION]
-        self._seen = {one.leaving for one in first}
-
-    def best(self, is_over: Callable[[], bool]) -> Forecast:
-        """Search until a plan has no waits, time is up, or CHILDREN were tried; return the best."""
-        for _ in range(CHILDREN):
-            if not self._alive[0].wait_ms or is_over():
-                break
-            leaving = self._child()
-            if leaving in self._seen:
-                continue
-            self._seen.add(leaving)
-            child = forecast(self._step, leaving, self._budget, self._links)
-            if child is not None:
-                self._alive = sorted([*self._alive, child], key=_cost)[:POPULATION]
-        return self._alive[0]
-
-    def _child(self) -> frozenset[int]:
-        dice = self._dice
-        parents = dice.choice(self._alive), dice.choice(self._alive)
-        differ = sorted(parents[0].leaving ^ parents[1].leaving)
-        swapped = {storage for storage in differ if dice.random() < 0.5}
-        changed = {dice.choice(self._may_leave)}
-        while dice.random() < 0.5:
-            changed.add(dice.choice(self._may_leave))
-        return parents[0].leaving ^ swapped ^ changed
-
-
-def _cost(one: Forecast) -> tuple[float, int]:
-    return one.wait_ms, one.moved_bytes
 
 
 def _ranked(step: Step, links: Links) -> list[int]:
