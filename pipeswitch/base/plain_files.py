@@ -61,3 +61,25 @@ def read_plain(path: Path, max_bytes: int) -> bytes:
         if size_bytes > max_bytes:
             raise NotPlain(errno.EFBIG, f"{size_bytes} bytes, at most {max_bytes}", str(path))
         return file.read(max_bytes)
+
+
+def write_whole(path: Path, data: bytes, *, is_synced: bool = True) -> None:
+    """Replace a file atomically; the new one has mode 0600.
+
+    Raises:
+        NotPlain: there is no regular file in the place of ``NAME.tmp``.
+        OSError: the disk is full or gone; the file is unchanged.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with open(temporary, "wb", opener=open_plain) as file:
+            file.write(data)
+            file.flush()
+            if is_synced:
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except NotPlain:
+        raise
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ..base.plain_files import open_plain, read_plain
+from ..base.plain_files import read_plain, write_whole
 from ..base.settings import NAME_PATTERN
 
 log = logging.getLogger(__name__)
@@ -163,7 +162,7 @@ class EntryCopies:
         data = hashlib.sha256(content).hexdigest().encode() + content
         if _content(path) != data:
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            _write_whole(path, data)
+            write_whole(path, data, is_synced=False)
 
     def _path(self, kind: str, name: str) -> Path:
         folder = "models" if kind in _OF_MODELS else "commits"
@@ -193,11 +192,3 @@ def _is_sound(entry: Entry) -> bool:
         check(entry)
         return True
     return False
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """Replace a file atomically; the new one has mode 0600."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "wb", opener=open_plain) as file:
-        file.write(data)
-    os.replace(temporary, path)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
-from ..base.plain_files import read_plain
+from ..base.plain_files import read_plain, write_whole
 from .planned_groups import DIGEST_CHARS, MAX_BYTES, PlannedError, PlannedFile, decode
 
 
@@ -33,14 +30,4 @@ def save(folder: Path, name: str, document: bytes) -> None:
         OSError: the disk is full, or the folder may not be written.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=".profile-", dir=folder)  # mode 0600
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.format(document, indent=1) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, folder / name)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    write_whole(folder / name, msgspec.json.format(document, indent=1) + b"\n")

@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...base.errors import ConfigError, PipeSwitchError, ServerUnavailable
+from ...base.plain_files import write_whole
 from ...base.roles import Role
 from ...client.client import FINAL_JOB_STATES, Client
 from ..curve.curve_keys import GATEWAY_KEY, ClientKeys, KeyFolder, client_keys, make_pair
 from .cluster_client import connect_ray, why_of
-from .node_jobs import NodeJobs, write_whole
+from .node_jobs import NodeJobs
 
 log = logging.getLogger(__name__)
 LEASE_S: Final = 6.0  # a node's jobs may run this long after its last answer that placement got
@@ -216,11 +217,9 @@ class NodeActor(NodeJobs):
 
     def learn(self, table: dict[str, Any]) -> None:
         """Write placement's table to the file that this node's gateway reads."""
-        new = self._table.with_suffix(".tmp")
         with self._lock:
-            with open(os.open(new, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as file:
-                json.dump({**table, "here": self._name}, file)
-            os.rename(new, self._table)
+            text = json.dumps({**table, "here": self._name})
+            write_whole(self._table, text.encode(), is_synced=False)
             self._learned = table["number"]
 
     def remember(self, model: str, body: dict[str, Any] | None) -> None:

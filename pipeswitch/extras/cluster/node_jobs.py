@@ -19,6 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from ...base.errors import AlreadyExists, InvalidInput, RemoteProtocolError, ServerUnavailable
+from ...base.plain_files import write_whole
 from ...base.settings import NAME_PATTERN
 from ...client.client import FINAL_JOB_STATES, Client
 from ...commits.commit_files import RECORD_NAME, CommitRecord, read_record, remove_unnamed
@@ -268,17 +269,3 @@ def _newest(folder: Path) -> tuple[bytes, bytes]:
         with contextlib.suppress(FileNotFoundError):  # a newer commit has replaced it
             return msgspec.json.encode(commit), (folder / commit.image).read_bytes()
     return b"", b""
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file atomically; the data is synced."""
-    new = path.with_name(f"{path.name}.tmp")
-    try:
-        with open(new, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(new, path)
-    except OSError:  # a full disk: remove the incomplete file
-        new.unlink(missing_ok=True)
-        raise

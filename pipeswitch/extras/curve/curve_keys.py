@@ -21,7 +21,7 @@ from typing import Final
 
 from ...base.config import ServerConfig
 from ...base.errors import AlreadyExists, ConfigError, InvalidInput, ModelNotFound
-from ...base.plain_files import open_regular, read_plain
+from ...base.plain_files import open_regular, read_plain, write_whole
 from ...base.roles import DEFAULT_ROLES, CallerRegistry, Principal, Role, in_order, parse_roles
 from ...base.settings import NAME_PATTERN
 from ...wire.addresses import is_loopback
@@ -187,7 +187,7 @@ class KeyFolder:
             f'# admitted client\nmetadata\n    roles = "{named}"\n'
             f'curve\n    public-key = "{public.decode()}"\n'
         )
-        _write(self._client_file(name), text)
+        write_whole(self._client_file(name), text.encode())
 
     def give_roles(self, name: str, roles: Iterable[str]) -> None:
         """Replace the roles of a client that is admitted already.
@@ -275,14 +275,6 @@ def make_pair(name: str, folder: Path) -> tuple[Path, bytes]:
             os.chmod(path_made, 0o600)
             os.rename(path_made, path)
     return targets[1], _read(targets[0])[0]
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file atomically, so that a reader never sees a part of it."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")  # 0600
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.rename(temporary, path)
 
 
 class AllowList:

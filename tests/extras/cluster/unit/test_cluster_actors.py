@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from pipeswitch.base.errors import AlreadyExists, InvalidInput, ModelNotFound, ServerUnavailable
+from pipeswitch.base.plain_files import write_whole
 from pipeswitch.extras.cluster import (
     job_reconciler,
     node_actor,
@@ -24,7 +25,6 @@ from pipeswitch.extras.cluster import (
 from pipeswitch.extras.cluster.choice import Scale
 from pipeswitch.extras.cluster.holders import Table
 from pipeswitch.extras.cluster.node_actor import NodeActor
-from pipeswitch.extras.cluster.node_jobs import write_whole
 from pipeswitch.extras.cluster.placement_actor import Placement
 
 HOME = job_reconciler.JobReplica(incarnation=1, state="home")
