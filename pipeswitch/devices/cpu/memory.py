@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -73,24 +73,14 @@ class SimulatedLink:
 class CpuDeviceMemory(DeviceMemory):
     """See ``DeviceMemory``."""
 
-    def __init__(
-        self,
-        settings: DaemonSettings,
-        *,
-        store: int,
-        doorbells: Sequence[int],
-        control_page: int = -1,
-        doorbell: int = -1,
-    ) -> None:
+    def __init__(self, settings: DaemonSettings, *, store: int, **descriptors: Any) -> None:
         """Allocate the memory and start the copy thread.
 
         Raises:
             OSError: not enough memory.
             RemoteProtocolError: the sizes contradict each other.
         """
-        super().__init__(
-            settings, store=store, doorbells=doorbells, control_page=control_page, doorbell=doorbell
-        )
+        super().__init__(settings, store=store, **descriptors)
         self._store_descriptor = store
         kind = FilePerTenant if settings.limits.separates_tenants else OneFile
         self._models: Models = kind(self.arena_bytes, settings.limits.fence_count)

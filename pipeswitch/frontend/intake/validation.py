@@ -288,16 +288,6 @@ class Body:
             raise InvalidInput(f"{self._op}: {key} must be a whole number from 0 to {high}")
         return value
 
-    def counts(self, key: str, high: int = 1 << 20) -> tuple[int, ...]:
-        """Return a list of whole numbers from 1 to ``high``; empty when it is missing."""
-        value = self._left.pop(key, ())
-        is_counts = isinstance(value, list | tuple) and all(
-            type(one) is int and 1 <= one <= high for one in value
-        )
-        if not is_counts or len(value) > MAX_ARGS:
-            raise InvalidInput(f"{self._op}: {key} must be whole numbers from 1 to {high}")
-        return tuple(value)
-
     def number(self, key: str, default: float, high: float) -> float:
         """Return a finite number from 0 to ``high``."""
         value = self._left.pop(key, default)
