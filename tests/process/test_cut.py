@@ -16,12 +16,8 @@ import pytest
 from tests.process.test_install import ROOT, copy, environment_at, pip
 
 pytestmark = pytest.mark.slow
-# Fast ones of the files that import no extra, also not by way of a rig.
-UNIT = (
-    "blocks client_aio client_calls commit_area connections contracts gate gateway_callers "
-    "gateway_oip gateway_regions journal permissions processes programs_bundle queue regions "
-    "registration requests router slabs states store timeline tracing uploads wire"
-)
+# Files about the seams of extras, which import no extra, also not by way of a rig.
+UNIT = "client_calls gateway_callers permissions processes registration requests router"
 IMPORTS = """
 import importlib, pkgutil, pipeswitch
 failed = []

@@ -102,7 +102,7 @@ COUNTED = TIMED.replace(
 
 
 @pytest.mark.parametrize(
-    ("moves", "others", "epochs"), [(4, 6, 6), pytest.param(50, 100, 100, marks=pytest.mark.slow)]
+    ("moves", "others", "epochs"), [(4, 6, 6), pytest.param(20, 40, 40, marks=pytest.mark.slow)]
 )
 def test_a_job_that_moves_repeats_no_step_unless_its_process_dies(
     running: tools.Checked, tmp_path: Path, moves: int, others: int, epochs: int

@@ -22,7 +22,7 @@ BODY = json.dumps(
     {"inputs": [{"name": "x", "shape": [1, 16], "datatype": "FP32", "data": [1.0] * 16}]}
 ).encode()
 HEAD = f"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(BODY)}\r\n\r\n"
-CALLERS, KILLS = 4, 100
+CALLERS, KILLS = 4, 40
 
 
 def connected(address: str) -> socket.socket:
@@ -177,7 +177,7 @@ class Caller(threading.Thread):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_killed_a_hundred_times_under_load_every_call_ends_and_no_answer_is_lost() -> None:
+def test_killed_again_and_again_under_load_every_call_ends_and_no_answer_is_lost() -> None:
     net = mlp(16, 1, seed=0)
     patient = {"PIPESWITCH_WORKERS__RESTART_BACKOFF": "10ms"}
     with checked_server(http=True, environment=patient) as checked:

@@ -82,7 +82,6 @@ BROKEN = {  # broken call -> mechanisms that fail (in order), and mechanisms tha
     "cudaIpcGetMemHandle=cudaErrorNotSupported": (["ipc"], BEHIND_IPC),
     "cudaIpcOpenMemHandle=cudaErrorOperatingSystem": (["ipc"], BEHIND_IPC),
     "cuStreamWaitValue32=CUDA_ERROR_NOT_SUPPORTED": (["wait-write", "wait-copy", "hold"], set()),
-    "cuStreamWaitValue32=hang": (["wait-write", "wait-copy", "hold"], set()),
     "cuStreamWriteValue32=CUDA_ERROR_NOT_SUPPORTED": (["wait-write", "hold"], set()),
     "host-wait=ignored": (["hold"], set()),
     "torch=crash": (["torch"], BEHIND_TORCH),
