@@ -59,27 +59,15 @@ BUSY: Final = {state: rank for rank, states in enumerate(_RANKS) for state in st
 """Rank of each state in a listing; other states (ended, failed) come last."""
 WITHOUT_KEY: Final = "callers without a key or token"
 REFRESH_S: Final = 0.5  # interval of refreshes of --watch and top
-STATE_STYLES: Final = {
-    "active": "bold green",
-    "running": "bold green",
-    "ready": "green",
-    "resident": "green",
-    "pinned": "green",
-    "transmitting": "cyan",
-    "suspended": "yellow",
-    "paused": "yellow",
-    "stopping": "yellow",
-    "evicting": "yellow",
-    "swapping_out": "cyan",
-    "swapped": "yellow",
-    "swapping_in": "cyan",
-    "failed": "bold red",
-    "dead": "bold red",
-    "quarantined": "bold red",
-    "done": "dim",
-    "host": "dim",
-    "standby": "dim",
+_STYLES: Final = {
+    "bold green": "active running",
+    "green": "ready resident pinned",
+    "cyan": "transmitting swapping_out swapping_in",
+    "yellow": "suspended paused stopping evicting swapped",
+    "bold red": "failed dead quarantined",
+    "dim": "done host standby",
 }
+STATE_STYLES: Final = {state: one for one, states in _STYLES.items() for state in states.split()}
 
 PS_SIZES: Final = {
     "activation_bytes": "ACTIVATIONS",
