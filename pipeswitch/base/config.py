@@ -101,6 +101,7 @@ class ServerConfig(Section, frozen=True):
     max_connections: maximum number of TCP connections
     watchdog: the server ends if its scheduler does not respond for this long; 0: never
     drain_grace: time to finish accepted requests after SIGTERM, SIGINT or SIGHUP
+    models: watched folder of models, NAME/VERSION/FILE; empty: none
     state_dir: folder of programs, commits, journal and logs; empty: $XDG_STATE_HOME/pipeswitch
     runtime_dir: folder of the socket; empty: $XDG_RUNTIME_DIR/pipeswitch
     """
@@ -121,6 +122,7 @@ class ServerConfig(Section, frozen=True):
     max_connections: Count = 1024
     watchdog_ms: Time = parse_ms("30s")
     drain_grace_ms: Time = parse_ms("30s")
+    models: str = ""
     state_dir: str = ""
     runtime_dir: str = ""
 
@@ -588,6 +590,7 @@ def _with_directories(config: Config, environ: Mapping[str, str]) -> Config:
     state = _absolute(server.state_dir or default_state_dir(environ))
     server = replace(
         server,
+        models=server.models and _absolute(server.models),
         state_dir=state,
         runtime_dir=_absolute(server.runtime_dir or default_runtime_dir(environ)),
         keys_dir=_absolute(server.keys_dir or Path(state, "keys")),

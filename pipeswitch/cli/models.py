@@ -85,7 +85,7 @@ def register(
         report = stack.enter_context(views.progress_bar(is_shown, name))
         file = None
         if source.endswith(FILES):
-            path, source = source, _converted(source, fields.pop("inputs", {}), stack)
+            path, source = source, converted(source, fields.pop("inputs", {}), stack)
             file = file_of(path)
             request = RegisterRequest(source=source, **fields)
         client = stack.enter_context(common.connected())
@@ -153,7 +153,7 @@ def _publish(name: str, from_job: str, part: str, as_json: bool) -> None:
     common.print_done(row, f"{name} is version {row['version']} now, of job {job}{notes}", as_json)
 
 
-def _converted(source: str, signature: dict[str, Any], stack: contextlib.ExitStack) -> str:
+def converted(source: str, signature: dict[str, Any], stack: contextlib.ExitStack) -> str:
     """Convert a torch file to a bundle, in a child process because torch must not be imported."""
     if not Path(source).is_file():
         raise InvalidInput(f"no file {source!r}", hint="give the path of a file on this machine")

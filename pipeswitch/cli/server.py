@@ -31,6 +31,7 @@ SETTINGS: Final[Mapping[str, str]] = {
     "--arena": "device.arena",
     "--host-store": "host.store",
     "--pool": "server.pool",
+    "--models": "server.models",
     "--state-dir": "server.state_dir",
     "--auth": "server.auth",
     "--keys-dir": "server.keys_dir",

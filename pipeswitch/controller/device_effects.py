@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -47,6 +47,8 @@ class ServerContext:
     children: Children
     frontend: Frontend
     take: Callable[[ev.Event], None]  # adds an event, which is handled after the current one
+    # Registrations of the server itself that failed: the arguments of ``Names.mark_refused``.
+    refused_models: list[tuple[ModelName, str, str]] = field(default_factory=list)
 
 
 class HelperEffects(Protocol):

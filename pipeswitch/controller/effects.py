@@ -66,7 +66,7 @@ class Effects:
         self.left: ev.Shutdown | None = None
         # Configured models whose first registration has no reply yet, and those that were refused.
         self.first_attempts: dict[ev.Token, ModelName] = {}
-        self.refused_models: list[tuple[ModelName, str]] = []
+        self.refused_models = context.refused_models
         self.restored: dict[ev.Token, ModelName] = {}  # restored models without a reply yet
 
     def perform(self, command: ev.Command) -> None:
@@ -139,7 +139,8 @@ class Effects:
             text = f"model {name} of the configuration was refused: {command.error}"
             log.error("%s", text)
             sys.stderr.write(f"Warning: {text}\n")
-            self.refused_models.append((name, str(command.error)))
+            what = "[[model]] in the configuration"
+            self.refused_models.append((name, str(command.error), what))
         elif command.error is not None:
             log.error("a request of the server itself was refused: %s", command.error)
 

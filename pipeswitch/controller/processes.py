@@ -69,7 +69,7 @@ class Processes:
         self._selector = selector
         self._on_hopeless = on_hopeless
         self._failed_starts = 0
-        self._is_stopping = False
+        self.is_stopping = False
         self._log_path, self._log_bytes = log_path, log_bytes
         self._server: subprocess.Popen[bytes] | None = None
         self._server_channel: Channel | None = None
@@ -158,7 +158,7 @@ class Processes:
         self._server_channel.close()
         self._server_channel = None
         status = self._server.wait()
-        if self._is_stopping:
+        if self.is_stopping:
             return
         self._failed_starts = 0 if self._is_server_ready else self._failed_starts + 1
         log.error("fork_server=lost status=%d failed_starts=%d", status, self._failed_starts)
@@ -411,7 +411,7 @@ class Processes:
 
         Blocks for up to ``timeout_s``. A child that is just being forked is killed after its fork.
         """
-        self._is_stopping = True
+        self.is_stopping = True
         for child in [*self._by_pid.values(), *self._by_ticket.values()]:
             if child.kind == "daemon":
                 self.send(child, 0, Exit())

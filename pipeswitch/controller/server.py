@@ -79,7 +79,8 @@ class Server:
             frontend=self.frontend,
             take=self.inbox.append,
         )
-        self.helpers = {kind: EFFECTS.load(kind)(context, config) for kind in EFFECTS.names()}
+        kinds = dict.fromkeys([*EFFECTS.names(), *(["folder"] if config.server.models else [])])
+        self.helpers = {kind: EFFECTS.load(kind)(context, config) for kind in kinds}
         self.frontend.kinds.context.fork = context.children.fork_alone
         self.effects = Effects(
             context,

@@ -61,6 +61,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "cli": "__init__ base client devices ipc job sandbox testing wire",
     # Extras, which no room above them may import.
     "extras": "",
+    "extras/folder": "base cli client controller ipc programs scheduler wire",
     "extras/curve": "base cli client frontend gateway ipc wire",
     "extras/cluster": "base cli client commits controller extras/curve scheduler/policies wire",
     "extras/page": "base cli client frontend gateway",

@@ -188,12 +188,15 @@ class Names:
         aliases = self.aliases.of(model.base)
         self._core.emit(ModelRemoved(model=model.name, failure=model.reason, aliases=aliases))
 
-    def mark_refused(self, name: ModelName, reason: str) -> None:
-        """Show why a ``[[model]]`` was refused: as a note of the served model, or as failed."""
-        if (served := self._machine.served.get(name)) is None:
+    def mark_refused(self, name: ModelName, reason: str, what: str) -> None:
+        """Show why the server's own registration was refused: as a note of the served model, or as
+        failed. An empty reason removes either."""
+        if (served := self._machine.served.get(name)) is not None:
+            served.note = reason and f"its {what} was refused: {reason}"
+        elif reason:
             self.mark_lost(name, reason)
         else:
-            served.note = f"its [[model]] in the configuration was refused: {reason}"
+            self.drop_failed(self.failed_of(name))
 
     def drop_failed(self, models: Iterable[Model]) -> None:
         """Remove models that could not be restored, also from the journal."""

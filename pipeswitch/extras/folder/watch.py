@@ -1,0 +1,231 @@
+"""Registration of a folder's models, ``NAME/VERSION/FILE`` as Triton has them.
+
+A process with the owner's rights looks every ``LOOK_S`` seconds, because Python has no inotify. It
+takes a version that two looks find with the same files, sizes and times, so none that is still
+being written. Of each name it serves the highest version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import select
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from ...base.config import Config
+from ...base.errors import InvalidInput, ModelNotFound, ServerUnavailable
+from ...base.plain_files import write_whole
+from ...base.settings import NAME_PATTERN
+from ...ipc.channel import Channel
+from ...ipc.messages.base import Message, ModelName, OpId
+from ...ipc.messages.helper import HelperFailed, HelperSettings
+from ...programs.graphs.bundle import METADATA_KEY, read_safetensors_header
+from ...scheduler.state.events import Address, Tick
+from ...wire.private import check_trusted
+
+if TYPE_CHECKING:
+    from ...controller.device_effects import ServerContext
+
+log = logging.getLogger(__name__)
+
+LOOK_S: Final = 2.0
+MAX_DEATHS: Final = 5
+SETTING: Final = "[server] models"
+STATE_FILE: Final = "folder.json"  # in the state directory: what was registered from the folder
+SOURCES: Final = ("*.bundle", "*.pt2", "*.gguf", "*.safetensors")
+
+Place = tuple[int, tuple[tuple[str, int, int], ...]]
+"""Version (0: there is none), and path, size and time of each of its files."""
+Places = Mapping[str, Place]
+
+
+class Record(msgspec.Struct, frozen=True):
+    """A version that was registered."""
+
+    place: Place
+    program: str  # digest of its program; empty: unknown
+    is_ours: bool  # the model is from this folder, and goes with it
+
+
+class FolderEffects:
+    """Starts the process that watches, and marks the models that it could not register."""
+
+    def __init__(self, context: ServerContext, config: Config) -> None:
+        self._context, self._deaths = context, 0
+        paths = [config.server.models, str(Path(config.server.state_dir, STATE_FILE))]
+        self._settings = HelperSettings(kind="folder", values=json.dumps(paths).encode())
+        if config.server.models:
+            self._fork()
+
+    def _fork(self) -> None:
+        address = Address("folder", incarnation=self._deaths)
+        fork = self._context.children.fork
+        fork(address, "pipeswitch-fld", self._settings, [], self._reported, self._ended)
+
+    def _reported(self, message: Message, __: list[int]) -> None:
+        assert isinstance(message, HelperFailed)
+        name, _, reason = message.reason.partition(": ")
+        if reason:
+            log.error("%s: %s", SETTING, message.reason)
+        if NAME_PATTERN.fullmatch(name):
+            self._context.refused_models.append((ModelName(name), reason, "version in the folder"))
+            self._context.take(Tick())
+
+    def _ended(self, status: int) -> None:
+        self._deaths += 1
+        if not self._context.children.processes.is_stopping:
+            log.error("%s: its process ended with status %d", SETTING, status)
+            if self._deaths < MAX_DEATHS:
+                self._fork()
+
+    def close(self) -> None:
+        """Do nothing: the process ends with the others."""
+
+
+def run(values: bytes, channel: Channel, _: Sequence[int]) -> int:
+    """Watch until the controller closes the channel; return the exit status."""
+    from ...client.client import Client
+
+    def report(name: str, text: str) -> None:
+        channel.send(HelperFailed(op_id=OpId(0), reason=f"{name}: {text}"))
+
+    with Client() as client:
+        root, state = map(Path, json.loads(values))
+        folder = Folder(root, state, client, report)
+        while not select.select([channel], [], [], LOOK_S)[0]:
+            folder.look()
+    return 0
+
+
+def decide(before: Places, now: Places, *done: Places) -> tuple[list[str], list[str]]:
+    """Return the names to remove, and those to register, after two looks at the folder.
+    ``done`` are the places that were registered, and those that were refused."""
+    gone = dict.fromkeys(name for places in done for name in places if name not in now)
+    new = [name for name, place in now.items() if before.get(name) == place]
+    return [*gone], [name for name in new if all(one.get(name) != now[name] for one in done)]
+
+
+class Folder:
+    """The folder at the last look, and what was registered from it."""
+
+    def __init__(
+        self, root: Path, state: Path, client: Any, report: Callable[[str, str], None]
+    ) -> None:
+        self._root, self._state, self._client, self._report = root, state, client, report
+        self._before: Places | None = {}  # None: the folder was not readable
+        self._refused: dict[str, Place] = {}
+        saved = state.read_bytes() if state.exists() else b"{}"
+        self._records = msgspec.json.decode(saved, type=dict[str, Record])
+
+    def look(self) -> None:
+        """Register new models and versions, and unregister those whose folder has gone."""
+        try:
+            now = places(self._root)
+        except OSError as error:  # not mounted, or it changes now: no model has gone
+            if self._before is not None:
+                self._report("", f"{error.filename}: {error.strerror}")
+            self._before = None
+            return
+        registered = {name: one.place for name, one in self._records.items()}
+        gone, new = decide(self._before or {}, now, registered, self._refused)
+        with contextlib.suppress(ServerUnavailable):  # it starts or drains: the next look repeats
+            for name in gone:
+                self._remove(name)
+            for name in new:
+                self._take(name, now[name])
+        self._before = now
+
+    def _take(self, name: str, place: Place) -> None:
+        try:
+            record = self._register(name, source_in(self._root / name / str(place[0])), place)
+        except ServerUnavailable:
+            raise
+        except Exception as error:  # of one model; the others go on
+            self._refused[name] = place
+            self._report(name, f"version {place[0]}: {error}")
+        else:
+            self._save(name, record)
+
+    def _register(self, name: str, source: Path, place: Place) -> Record:
+        """Register a version: only its weights if its program is the served one, else all of it."""
+        from ...cli.models import converted
+
+        register, before = self._client.register, self._records.get(name, Record(place, "", False))
+        weights, program = source, ""
+        with contextlib.ExitStack() as stack:
+            if source.suffix == ".pt2":
+                check_trusted(source, SETTING)  # torch unpickles parts of it
+                source = Path(converted(str(source), {}, stack))
+            if source.suffix == ".bundle":
+                text = read_safetensors_header(source)[1].get(METADATA_KEY, "")
+                program = hashlib.sha256(text.encode()).hexdigest()
+                weights = Path(stack.enter_context(tempfile.TemporaryDirectory()), "w.safetensors")
+                weights.symlink_to(source)
+            if source.suffix == ".safetensors" or (program and program == before.program):
+                register(name, weights=weights, as_version=True)
+                return Record(place, before.program, before.is_ours)
+            if before.is_ours:
+                self._remove(name)
+            if program:
+                register(name, source)
+            elif source.suffix == ".gguf":
+                register(name, f"hf:{source}", generate=True)
+            else:
+                register(name, f"hf:{source}", weights="pretrained", generate=_generates(source))
+        return Record(place, program, is_ours=True)
+
+    def _remove(self, name: str) -> None:
+        if name in self._records and self._records[name].is_ours:
+            with contextlib.suppress(ModelNotFound):  # a user has unregistered it
+                self._client.unregister(name)
+        self._save(name, None)
+
+    def _save(self, name: str, record: Record | None) -> None:
+        if self._refused.pop(name, None):
+            self._report(name, "")  # it is no longer marked
+        self._records.pop(name, None)
+        self._records |= {name: record} if record else {}
+        write_whole(self._state, msgspec.json.encode(self._records))
+
+
+def places(root: Path) -> dict[str, Place]:
+    """Return the highest version of each name in a folder; raise OSError if a part is unreadable.
+
+    A name without a version is there too: its files may be in the wrong place.
+    """
+    listing: dict[str, Place] = {}
+    for folder in root.iterdir():
+        if folder.is_dir() and folder.name[0] != ".":
+            numbers = [int(one.name) for one in folder.iterdir() if one.name.isdecimal()]
+            version = max(numbers, default=0)
+            paths = sorted((folder / str(version)).rglob("*"))
+            facts = [(str(path), path.stat()) for path in paths if not path.is_dir()]
+            listing[folder.name] = version, tuple((p, s.st_size, s.st_mtime_ns) for p, s in facts)
+    return listing
+
+
+def source_in(place: Path) -> Path:
+    """Return the source in a version's folder: a file, or the folder of ``hf:`` itself.
+
+    Raises:
+        InvalidInput: it has none, or several.
+    """
+    if (place / "config.json").is_file():
+        return place
+    paths = [path for pattern in SOURCES for path in sorted(place.glob(pattern))]
+    if len(paths) == 1:
+        return paths[0]
+    what = f"several: {', '.join(path.name for path in paths)}" if paths else "no NAME/VERSION/FILE"
+    raise InvalidInput(what, hint=f"one of {', '.join(SOURCES)}, or config.json with its weights")
+
+
+def _generates(place: Path) -> bool:
+    names = json.loads((place / "config.json").read_bytes()).get("architectures") or [""]
+    return str(names[0]).endswith(("ForCausalLM", "LMHeadModel"))
