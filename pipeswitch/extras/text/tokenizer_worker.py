@@ -253,9 +253,8 @@ def check_length(prompt: str | list[int], context: int) -> None:
 
 
 def _too_long(what: str, context: int) -> InvalidInput:
-    return InvalidInput(
-        f"a prompt of {what} does not fit: {LONGEST.format(context)}", code=TOO_LONG
-    )
+    text = f"a prompt of {what} does not fit: {LONGEST.format(context)}"
+    return InvalidInput(text, hint="shorten the prompt", code=TOO_LONG)
 
 
 def parsed(messages: bytes) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from torch import nn
 
 from ...base.errors import PipeSwitchError, RegistrationRefused
 from ...base.extras import BUILDERS
+from ...base.units import nearest
 from ...commits.weights import load_weights
 from ..interface.dims import Dim, typical
 from ..interface.layout import ITEM_BYTES, KindSettings, ValueSpec
@@ -259,13 +260,8 @@ def _torchvision(name: str, is_pretrained: bool) -> tuple[Callable[[], nn.Module
         raise RegistrationRefused("source", f"torchvision cannot be imported: {error}") from error
     known = torchvision.models.list_models()
     if name not in known:
-        import difflib
-
-        near = difflib.get_close_matches(name, known, 1)
-        raise RegistrationRefused(
-            f"torchvision model {name!r}",
-            "torchvision has no such model" + (f"; did you mean {near[0]!r}?" if near else ""),
-        )
+        why = f"torchvision has no such model{nearest(name, known)}"
+        raise RegistrationRefused(f"torchvision model {name!r}", why)
     side = 299 if name == "inception_v3" else 224
 
     def construct() -> nn.Module:

@@ -60,7 +60,8 @@ def ending_of(
         words = f"a prompt of {count} tokens: the model takes 1 to {facts.context - 1}"
         if not count:
             raise InvalidInput(words)
-        raise InvalidInput(f"{words}; {LONGEST.format(facts.context)}", code=TOO_LONG)
+        words = f"{words}; {LONGEST.format(facts.context)}"
+        raise InvalidInput(words, hint="shorten the prompt", code=TOO_LONG)
     if odd := [one for one in prompt if type(one) is not int or not 0 <= one < facts.vocabulary]:
         raise InvalidInput(f"{odd[0]!r:.40} is not a token from 0 to {facts.vocabulary - 1}")
     check_stop_ids(ending.eos_ids, facts.vocabulary)
