@@ -8,16 +8,19 @@ import re
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
-from ..base.errors import InvalidInput, RegistrationRefused
+from ..base.errors import InvalidInput, RegistrationRefused, ServerUnavailable
 from ..base.model_options import ModelOptions, RegisterRequest
-from ..base.units import short_bytes
+from ..base.units import nearest, short_bytes
 from . import common, views
 
+# A function in torchvision's files that returns a model, whose name may be another.
+REGISTERED: Final = re.compile(r'^@register_model\((?:name="(\w+)")?\)(?:.*\n)*?def (\w+)', re.M)
 CONVERT: Final = """\
 import json, sys
 from pipeswitch.programs.compiler.files import convert
@@ -88,10 +91,25 @@ def register(
             path, source = source, converted(source, fields.pop("inputs", {}), stack)
             file = file_of(path)
             request = RegisterRequest(source=source, **fields)
-        client = stack.enter_context(common.connected())
+        try:
+            client = stack.enter_context(common.connected())
+        except ServerUnavailable:  # a wrong name is wrong without a server, too
+            _check_torchvision(source)
+            raise
         local = LocalSource(source, _arrays(example) if example else None, file=file)
         row = client._register(name, request, local, report)
     common.print_done(row, _registered(name, row), as_json)
+
+
+def _check_torchvision(source: str) -> None:
+    """Refuse a name that torchvision lacks; read its files, because importing it takes seconds."""
+    spec = find_spec("torchvision") if source.startswith("torchvision:") else None
+    if spec is None or spec.origin is None:
+        return
+    texts = [path.read_text("utf-8") for path in Path(spec.origin).parent.rglob("models/**/*.py")]
+    names = {one or other for text in texts for one, other in REGISTERED.findall(text)}
+    if names and (name := source.partition(":")[2]) not in names:
+        raise InvalidInput(f"torchvision has no model {name!r}{nearest(name, names)}")
 
 
 def _registered(name: str, row: dict[str, Any]) -> str:

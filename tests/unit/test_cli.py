@@ -1105,6 +1105,12 @@ def test_a_watched_table_in_a_pipe_is_printed_again_and_again(
     assert capsys.readouterr().out == "one\ntwo\n"
 
 
+def test_a_misspelt_model_of_torchvision_is_named_without_a_server() -> None:
+    status, _, text = run("register", "m", "torchvision:resnet51", env=NOBODY)
+    assert (status, 'did you mean "resnet50"' in text) == (1, True), text
+    assert "no server answers" in run("register", "m", "torchvision:resnet50", env=NOBODY)[2]
+
+
 def test_top_in_a_pipe_is_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter([{"up_s": 1.0, "latency": {"a": {"p50_ms": 1.5, "p99_ms": 72.5}}}])
     row = {"name": "a", "kind": "model", "state": "host", "device": 0}
