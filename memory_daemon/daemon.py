@@ -143,7 +143,7 @@ class MemoryDaemon:
         began_at_ms = now_ms()
         try:
             reader = self._guard.live_reads(order.store_offset_bytes, order.size_bytes)
-            if reader is not None:
+            if reader is not None and not order.fills:
                 raise UnusableModel(f"operation {reader} is being transmitted from that place")
             image = self._device.store_view(order.store_offset_bytes, order.size_bytes)
             own = range(order.store_offset_bytes, order.store_offset_bytes + order.size_bytes)

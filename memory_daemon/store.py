@@ -77,12 +77,11 @@ def load_model(
                 place = f"{file_name}, {tensor.name!r}"
                 if not is_shared:
                     _zero(view[position:start])
-                if fills and _digest(target) != tensor.digest:
+                digest = hashlib.sha256(target).hexdigest() if is_shared or fills else ""
+                is_missing = digest != tensor.digest if fills else not is_shared
+                if fills and is_missing:
                     _check(place, _read(descriptor, file_name, tensor), tensor.digest)
-                    _read(descriptor, file_name, tensor, target)
-                if is_shared or fills:
-                    digest = _digest(target)
-                else:
+                if is_missing:
                     digest = _read(descriptor, file_name, tensor, target)
                 if tensor.digest:
                     _check(place, digest, tensor.digest)
@@ -92,12 +91,9 @@ def load_model(
     finally:
         os.close(descriptor)
     if not all(tensor.digest for tensor in manifest.tensors):  # built by an earlier release
-        _check(file_name, _digest(image[: manifest.total_bytes]), manifest.weights_sha256)
+        digest = hashlib.sha256(image[: manifest.total_bytes]).hexdigest()
+        _check(file_name, digest, manifest.weights_sha256)
     return manifest
-
-
-def _digest(image: memoryview) -> str:
-    return hashlib.sha256(image).hexdigest()
 
 
 def _check(place: str, digest: str, expected: str) -> None:

@@ -72,14 +72,11 @@ class TransmitGuard:
 
     def live_reads(self, store_offset_bytes: int, size_bytes: int) -> OpId | None:
         """Return the id of a live transmission that reads this part of the store, else None."""
-        end = store_offset_bytes + size_bytes
+        asked = _Span(store_offset_bytes, store_offset_bytes + size_bytes, OpId(0))
         with self._lock:
             for order in self._live.values():
-                for part in [
-                    one for group in order.groups for one in group.within(0, group.size_bytes)
-                ]:
-                    start = part.store_offset_bytes
-                    if _Span(start, start + part.size_bytes, 0).overlaps(store_offset_bytes, end):
+                for start, _, size in [one for group in order.groups for one in group.pieces()]:
+                    if asked.overlaps(start, start + size):
                         return order.op_id
         return None
 
@@ -102,11 +99,6 @@ class TransmitGuard:
 
 def _without(span: _Span, start: int, end: int) -> list[_Span]:
     """Return the parts of ``span`` outside of start…end."""
-    if not span.overlaps(start, end):
-        return [span]
-    pieces = []
-    if span.start < start:
-        pieces.append(_Span(span.start, start, span.op_id))
-    if end < span.end:
-        pieces.append(_Span(end, span.end, span.op_id))
-    return pieces
+    before, behind = min(span.end, start), max(span.start, end)
+    pieces = span._replace(end=before), span._replace(start=behind)
+    return [piece for piece in pieces if piece.start < piece.end]

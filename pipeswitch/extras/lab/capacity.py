@@ -55,6 +55,7 @@ def _model_report(model: ModelDemand, arena_bytes: int) -> dict[str, Any]:
     plan = plan_groups(costs)
     cold_ms = model.pass_ms or makespan(plan, costs)
     fits = model.total_bytes <= arena_bytes
+    copied = costs.scaled(1.0 - model.shared_bytes / max(1, model.total_bytes), 1.0)
     holds: bool | None = None
     if model.deadline_ms is not None:
         holds = (fits or model.pass_ms > 0) and cold_ms <= model.deadline_ms
@@ -68,6 +69,7 @@ def _model_report(model: ModelDemand, arena_bytes: int) -> dict[str, Any]:
         "bound_ms": bound(costs),  # M*, a lower limit of the cold time of every plan
         "resident_ms": costs.resident_ms,
         "cold_ms": cold_ms,
+        "variant_ms": makespan(plan, copied) if model.shared_bytes else 0.0,  # in another's place
         "overhead_ms": cold_ms - costs.resident_ms,
         "deadline_ms": model.deadline_ms,
         "holds_cold": holds,  # whether a cold run meets the deadline; None: there is none

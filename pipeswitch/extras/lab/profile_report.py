@@ -28,6 +28,7 @@ PLAN_COLUMNS: Final = (
     "shared",
     "groups",
     "switch_ms",
+    "variant_ms",
     "resident_ms",
     "bound_ms",
     "deadline_ms",
@@ -212,6 +213,7 @@ def _row(model: Mapping[str, Any], streams: str) -> dict[str, Any]:
         "shared": short_bytes(model["shared_bytes"]) if model["shared_bytes"] else "",
         "groups": model["group_count"],
         "switch_ms": model["cold_ms"],
+        "variant_ms": model["variant_ms"],
         "holds": {True: "yes", False: "no", None: ""}[model["holds_cold"]],
         "why": "" if model["fits"] else streams or "it does not fit into the arena",
     }

@@ -7,11 +7,10 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import msgspec
-
 from ...planning.planned_groups import PlannedFile
 from ...programs.interface.groups import cut
 from ...programs.interface.layout import Batching, LayerSpec, Manifest, TensorSpec
+from ...scheduler.state.variants import with_digests
 
 ALIGNMENT_BYTES = 512
 
@@ -72,13 +71,9 @@ def variant_of(
     program: SimulatedProgram, name: str, own: Container[int], family: str = ""
 ) -> SimulatedProgram:
     """Return a program in which only the tensors with these indices have bytes of their own."""
-    manifest = program.manifest
-    tensors = [
-        msgspec.structs.replace(one, digest=f"{one.name} of {name if i in own else family}")
-        for i, one in enumerate(manifest.tensors)
-    ]
-    manifest = msgspec.structs.replace(manifest, tensors=tuple(tensors))
-    return dataclasses.replace(program, manifest=manifest)
+    names = [one.name for one in program.manifest.tensors]
+    digests = {i: f"{one} of {name if i in own else family}" for i, one in enumerate(names)}
+    return dataclasses.replace(program, manifest=with_digests(program.manifest, digests))
 
 
 def program_of(

@@ -238,18 +238,15 @@ class ArenaAllocator:
     ) -> Extent | None:
         prices = {region.owner: cost for region, cost in zip(self.regions, costs, strict=True)}
         lifted = {replica.owner for replica in pinned}
-        plan, leave = (
-            RegionAllocator(self.regions.capacity_bytes, REGION_ALIGN_BYTES),
-            set[Region](),
-        )
+        plan = RegionAllocator(self.regions.capacity_bytes, REGION_ALIGN_BYTES)
+        leave = set[Region]()
         for region in self.regions:
             if region.owner not in lifted:
                 plan.reserve(region.owner, region.size_bytes, region.offset_bytes)
         for replica in pinned:
-            price = [prices[region.owner] for region in plan]
-            place = plan.last_window(
-                replica.region_bytes, price if are_jobs_moved else _without_jobs(price)
-            )
+            price: Costs = [prices[region.owner] for region in plan]
+            price = price if are_jobs_moved else _without_jobs(price)
+            place = plan.last_window(replica.region_bytes, price)
             if place is None:
                 return None
             for victim in place.victims:
@@ -320,8 +317,8 @@ class ArenaAllocator:
 
     def _is_in_use(self, region: Region) -> bool:
         replica = self.model_of(region)
-        is_left = replica is not None and replica.residency.state is Residency.ABANDONED
-        return is_left or (replica is not None and replica.users > 0)
+        is_left = replica and replica.residency.state is Residency.ABANDONED
+        return bool(is_left or (replica and replica.users))
 
     def check_fits(self, model: Model, *, is_pinned: bool) -> None:
         """Check that the model can ever run: it fits, or its groups can stream through the arena.
@@ -389,14 +386,11 @@ class ArenaAllocator:
 
 @dataclass(eq=False)
 class Place:
-    """Region of the host store that begins with a whole model, and the models with bytes there.
-
-    ``is_restored``: that model left before a restart. Each user loads what is missing of its bytes.
-    """
+    """Region of the host store that begins with a whole model, and the models with bytes there."""
 
     manifest: Manifest
     region: Region
-    is_restored: bool = False
+    is_restored: bool = False  # that model left before a restart: users load what is missing
     users: dict[ModelName, int] = field(default_factory=dict)  # and how many bytes they share
 
 

@@ -127,8 +127,7 @@ class Residents:
         staging = replica.staging
         self._device.move(replica, ResidencyEvent.TRANSMIT, cause)
         replica.residency_id = core.next_op_id()
-        replica.transfer.started_at_ms = core.now_ms
-        replica.transfer.ended_at_ms = 0.0
+        transfer.started_at_ms, transfer.ended_at_ms = core.now_ms, 0.0
         if ranges is not None and (table := replica.table) is not None:
             runs = runs if parts_of(manifest.groups[table.group], ranges, model.pieces) else ()
         order, rows = [*range(len(manifest.groups))], self._rows(replica, runs) if runs else []

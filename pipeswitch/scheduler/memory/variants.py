@@ -33,11 +33,10 @@ class Variants:
 
     def leave(self, replica: DeviceModel) -> None:
         """Remove a model that leaves the host store."""
-        for layout, family in list(self._families.items()):
+        for family in self._families.values():
             if replica.name in family.members:
                 family.remove(replica.name)
-                if not family.members:
-                    del self._families[layout]
+        self._families = {layout: one for layout, one in self._families.items() if one.members}
         replica.family = None
 
     def _share(self, replica: DeviceModel) -> float:

@@ -10,13 +10,13 @@ import msgspec
 from ...base.errors import PermissionDenied, RegistrationRefused
 from ...ipc.messages.base import ModelName
 from ...programs.interface.layout import BUNDLE_FILE, ORIGIN
+from ..requests.completion import not_found
 from ..server.server_state import ServerState
 from ..state.core import Core
 from ..state.events import RegisterModelRequest
 from ..state.records import Model, Registration
 from ..state.states import ModelState
 from ..state.versions import AT, Versions
-from .names import not_found
 
 
 class Likes:

@@ -16,6 +16,7 @@ from ...planning.planned_groups import PlannedFile
 from ...programs.interface.layout import ORIGIN, Manifest, is_same_signature
 from ..memory import device_placement
 from ..requests.admission import Admission, changed_on_the_way
+from ..requests.completion import not_found
 from ..server.server_state import ServerState
 from ..state import events as ev
 from ..state.core import QUEUE, RESIDENCY, TURN, Core, handles
@@ -24,7 +25,7 @@ from ..state.states import ModelEvent, ModelState
 from ..state.versions import AT, PRESENT, Versions, split_name, version_name
 from .build_queue import BuildQueue
 from .likes import Likes, decoded
-from .names import Names, not_found
+from .names import Names
 
 OUT_OF_TIME: Final = (-14, -24)  # SIGALRM and SIGXCPU
 CRASHED: Final = -11  # SIGSEGV
@@ -228,8 +229,7 @@ class Registry:
                 if device.state.may_serve(model):
                     device.arena.check_fits(model, is_pinned=model.want_pinned)
             streams = any(device.arena.min_bytes(manifest) for device in devices)
-            lent = self.registrations[model.name].lent
-            self._machine.store.take(model, lent, is_alone=streams)
+            self._machine.store.take(model, self.registrations[model.name].lent, is_alone=streams)
             if not all(d.residents.take(d.state.replicas[model.name]) for d in devices):
                 raise self._machine.store.full(model)
         except errors.PipeSwitchError as error:

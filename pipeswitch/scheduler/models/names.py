@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ...base import errors
-from ...base.errors import InvalidInput, ModelNotFound, OutOfDeviceMemory, PermissionDenied
+from ...base.errors import InvalidInput, OutOfDeviceMemory, PermissionDenied
 from ...ipc.messages.base import ModelName
 from ..requests.admission import Admission
-from ..requests.completion import removed
+from ..requests.completion import not_found
 from ..server.server_state import ServerState
 from ..state import events as ev
 from ..state.core import Core, handles
@@ -217,7 +217,7 @@ class Names:
         for device in self._machine.devices:
             for one in [*device.state.between.values()]:
                 if one.model == model.name:  # it may wait for memory until the name is used again
-                    device.state.refuse(one, TaskEvent.ERROR, removed(model.name))
+                    device.state.refuse(one, TaskEvent.ERROR, not_found(model.base))
         successor = self._versions.successor(model.base)
         if successor is not None and self._versions.is_current(model):
             self.hand_over(successor, f"version {model.version} goes")
@@ -304,8 +304,3 @@ class Names:
                 device.move(replica, ResidencyEvent.UNPIN, "requested by the user")
         if model.state.state in PRESENT:
             self.remember(model)
-
-
-def not_found(name: str, **data: str) -> ModelNotFound:
-    """Return the error for an unknown model; ``data`` names a model not in the request."""
-    return ModelNotFound(f'no model "{name}"', hint="pipeswitch models", **data)

@@ -20,7 +20,7 @@ from ..state.states import MODEL_AWAITED, ModelState, TaskEvent, TaskState, Vers
 from ..state.versions import Versions, split_name
 from . import forecast
 from .batching import measure
-from .completion import batch_of, quarantined, queue_next, removed
+from .completion import batch_of, not_found, quarantined, queue_next
 from .dispatch import Dispatch
 
 
@@ -193,7 +193,7 @@ class Admission:
         name, version = split_name(event.model)
         if not event.registration_id and self._versions.present(name):
             return self._versions.missing(name, version)
-        return removed(event.model)
+        return not_found(split_name(event.model)[0])
 
     def _full(self, event: InferArrived, model: Model) -> errors.QueueFull | None:
         """Return the error if the queues have no room for the request, else None."""

@@ -8,7 +8,7 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from ...base import errors
-from ...ipc.messages.base import ModelName, SlabTensor
+from ...ipc.messages.base import SlabTensor
 from ...ipc.messages.run import Run
 from ...ipc.messages.worker import InferenceDone, InferenceFailed
 from ...programs.interface.dims import BATCH
@@ -436,7 +436,7 @@ def queue_next(device: DeviceState, request: Request, run: Run | None) -> None:
     """Queue a request for its next run; without one, it waits for memory."""
     replica, core = device.replicas.get(request.model), device.core
     if replica is None or replica.model.state.state is ModelState.LEAVING:
-        device.refuse(request, TaskEvent.ERROR, removed(request.model))
+        device.refuse(request, TaskEvent.ERROR, not_found(split_name(request.model)[0]))
         return
     if replica.model.state.state is ModelState.QUARANTINED:
         device.refuse(request, TaskEvent.ERROR, quarantined(replica.model))
@@ -454,9 +454,9 @@ def queue_next(device: DeviceState, request: Request, run: Run | None) -> None:
         core.wake_at(request.origin.deadline_at_ms, DUE)
 
 
-def removed(model: ModelName) -> errors.ModelNotFound:
-    """Return the error for a model that is not there."""
-    return errors.ModelNotFound(f'no model "{split_name(model)[0]}"', hint="pipeswitch models")
+def not_found(name: str, **data: str) -> errors.ModelNotFound:
+    """Return the error for an unknown model; ``data`` names a model not in the request."""
+    return errors.ModelNotFound(f'no model "{name}"', hint="pipeswitch models", **data)
 
 
 def _worker_lost(replica: DeviceModel, deaths: int, status: int) -> errors.WorkerLost:

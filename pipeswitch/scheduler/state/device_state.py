@@ -182,10 +182,8 @@ class DeviceState:
     def queue_view(self) -> tuple[IsResident, ModelName | None, View]:
         """Inputs of the ranking: the test for models on the device, the running model, the view."""
         running = self.owner.running
-        return self._is_on_device, running.model if running is not None else None, self.view
-
-    def _is_on_device(self, model: ModelName) -> bool:
-        return self.replicas[model].is_on_device
+        model = running.model if running is not None else None
+        return lambda name: self.replicas[name].is_on_device, model, self.view
 
     def move(self, replica: DeviceModel, event: ResidencyEvent, cause: str) -> None:
         """Change a model's residency, and mark its requests for ranking."""

@@ -41,11 +41,9 @@ def layout_of(tenant: str, manifest: Manifest) -> Layout | None:
 
 def with_digests(manifest: Manifest, digests: Mapping[int, str]) -> Manifest:
     """Return a manifest whose tensors with these indices have other digests."""
-    tensors = [
-        structs.replace(one, digest=digests.get(index, one.digest))
-        for index, one in enumerate(manifest.tensors)
-    ]
-    return structs.replace(manifest, tensors=tuple(tensors))
+    pairs = [(one, digests.get(at, one.digest)) for at, one in enumerate(manifest.tensors)]
+    tensors = tuple([structs.replace(one, digest=digest) for one, digest in pairs])
+    return structs.replace(manifest, tensors=tensors)
 
 
 class Family:

@@ -30,6 +30,13 @@ def test_a_model_is_reported_cold_and_resident() -> None:
     assert line["holds_cold"] is False
 
 
+def test_a_variant_is_also_predicted_where_another_one_lies() -> None:
+    tuned = ModelDemand("tuned", COPYING, 100, shared_bytes=75)
+    (line,) = capacity_report([tuned], arena_bytes=100)["models"]
+    assert line["variant_ms"] == makespan(plan_groups(COPYING), COPYING.scaled(0.25, 1.0))
+    assert line["variant_ms"] < line["cold_ms"] == makespan(plan_groups(COPYING), COPYING)
+
+
 def test_how_many_models_fit_is_told_by_the_smallest() -> None:
     small = LayerCosts((10,), (1.0,), LINK)
     models = [demand("large", COPYING), *(demand(f"small-{i}", small) for i in range(4))]

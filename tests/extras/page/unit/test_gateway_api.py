@@ -313,7 +313,6 @@ def test_a_bundle_is_the_body_and_its_options_are_the_query(rig: Rig) -> None:
         "priority=hgih",
         "batch_delay_ms=2",
         "adapter=/srv",  # the gateway sends it as the owner
-        "like=m&adapter=/srv",
         "like=m&batch=4",
     ):
         text = rig.refused("POST", f"/api/models/m?{query}", b"bytes", content_type=BUNDLE)[1]
