@@ -72,11 +72,11 @@ class TransmitGuard:
 
     def live_reads(self, store_offset_bytes: int, size_bytes: int) -> OpId | None:
         """Return the id of a live transmission that reads this part of the store, else None."""
-        asked = _Span(store_offset_bytes, store_offset_bytes + size_bytes, OpId(0))
+        place = _Span(store_offset_bytes, store_offset_bytes + size_bytes, OpId(0))
         with self._lock:
             for order in self._live.values():
                 for start, _, size in [one for group in order.groups for one in group.pieces()]:
-                    if asked.overlaps(start, start + size):
+                    if place.overlaps(start, start + size):
                         return order.op_id
         return None
 
