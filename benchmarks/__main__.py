@@ -124,7 +124,7 @@ def listing() -> list[str]:
         if "duration_s" in document:
             detail = f"{document['duration_s'] / 60:.0f} min{quick}"
         lines.append(f"  {name:<14}{detail}")
-    return [*lines, f"papers [NAME]: {', '.join(papers.benchmarks())}; --out DIR adds pictures"]
+    return [*lines, f"papers [NAME: {', '.join(papers.benchmarks())}]; --out DIR adds pictures"]
 
 
 @click.command(epilog=f"{', '.join(NAMES)}, papers, or all.")

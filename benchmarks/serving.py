@@ -47,7 +47,7 @@ def serving(
 
     The twins differ only in their weights. If there is room for one, a request for the absent twin
     is always a cold switch of the same size. With ``are_pinned``, each twin has its own device.
-    Each further precision has two more twins, called by ``twins_in``."""
+    Each further precision has two more twins, named by ``twins_in``."""
     with (
         server(
             arena=str(rooms * model.room_bytes + slices_bytes),

@@ -22,7 +22,7 @@ from .trials import Arm, Numbers, Run, paired_differences, ratio
 
 ROUNDS: Final = 12
 QUICK_ROUNDS: Final = 7
-MAX_RATIOS: Final = {"fast": 0.70, "bf16": 0.50}  # limits of a cold request's time / ready's time
+MAX_RATIOS: Final = {"fast": 0.70, "bf16": 0.50}  # limits of cold times / ``ready``'s
 MIN_RATIO: Final = 100.0  # limit of stop-and-start's overhead / our overhead, on the cpu device
 MIN_RIVAL_RATIO: Final = 3.0  # limit of the PipeSwitch-style system's overhead / our overhead
 RIVALS: Final = (PUBLISHED.name, SERIAL.name, TO_DEVICE.name)

@@ -21,7 +21,7 @@ EXAMPLE: Final = {
     "C": WindowJob(load_ms=125.0, compute_ms=560.0),
     "D": WindowJob(load_ms=62.5, compute_ms=482.5),
 }
-"""Jobs of the thesis' four clients. It has only pictures; with these numbers its totals result."""
+"""Jobs of the thesis' four clients. It has only pictures; these numbers give its totals."""
 
 
 def total_ms(

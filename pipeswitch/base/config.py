@@ -537,7 +537,7 @@ def load(
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return a warning for each variable of our prefix that nothing reads."""
+    """Return a warning for each variable with our prefix that nothing reads."""
     full = {key: f"{name}__{key}" for name, cls in SECTIONS.items() for key in settings(cls)}
     others, texts = VARIABLES.split(", "), []
     full |= {name: name for name in others}
@@ -546,7 +546,7 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
         if prefix == "pipeswitch" and "__" not in word and word not in others:
             _, *near = nearest(word, full).split('"')
             guess = f"; did you mean PIPESWITCH_{full[near[0]].upper()}?" if near else ""
-            texts.append(f"the variable {name} is not read{guess}")
+            texts.append(f"unknown variable {name}{guess}")
     return texts
 
 

@@ -67,7 +67,7 @@ def write_whole(path: Path, data: bytes, *, is_synced: bool = True) -> None:
     """Replace a file atomically; the new one has mode 0600.
 
     Raises:
-        NotPlain: there is no regular file in the place of ``NAME.tmp``.
+        NotPlain: ``NAME.tmp`` exists and is not a regular file.
         OSError: the disk is full or gone; the file is unchanged.
     """
     temporary = path.with_name(f"{path.name}.tmp")

@@ -168,7 +168,7 @@ def http_of(about: Mapping[str, Any], what: str, verb: str) -> tuple[str, str]:
 
 
 def warn_of_variables() -> None:
-    """Name the variables that look like ours, and that nothing reads."""
+    """Warn of variables with our prefix that nothing reads."""
     from ..base.config import unknown_variables
 
     for text in unknown_variables(os.environ):

@@ -149,7 +149,7 @@ def _cuda_advice(test: str) -> str:
 def _memory() -> list[Finding]:
     available = available_bytes()
     text = f"{short_bytes(available)} available, within the control group's limit"
-    advice = "serve few models: --arena and --host-store small" * (available < LOW_MEMORY_BYTES)
+    advice = "serve few models: set small --arena and --host-store" * (available < LOW_MEMORY_BYTES)
     return [Finding("memory", "warn" if advice else "ok", text, advice)]
 
 
@@ -167,7 +167,7 @@ def _kernel() -> list[Finding]:
         return descriptor
 
     makers: list[tuple[str, str, Callable[[], int]]] = [
-        ("memfd and seals", "5.1", sealed),
+        ("memfd seals", "5.1", sealed),
         ("windows", "5.13", window),
         ("eventfd", "5.3", lambda: os.eventfd(0)),
         ("pidfd", "5.3", lambda: os.pidfd_open(os.getpid())),

@@ -47,7 +47,7 @@ class ServerContext:
     children: Children
     frontend: Frontend
     take: Callable[[ev.Event], None]  # adds an event, which is handled after the current one
-    # Registrations of the server itself that failed: the arguments of ``Names.mark_refused``.
+    # Failed registrations by the server: arguments of ``Names.mark_refused``.
     refused_models: list[tuple[ModelName, str, str]] = field(default_factory=list)
 
 

@@ -170,7 +170,7 @@ class EntryCopies:
 
 
 def _unpacked(path: Path) -> list[Entry]:
-    """Return a list of one entry, the MessagePack behind a digest; empty if it is damaged."""
+    """Return the one entry (MessagePack after a digest) as a list; empty if damaged."""
     data = _content(path)
     content = data[_DIGEST_CHARS:]
     if hashlib.sha256(content).hexdigest().encode() != data[:_DIGEST_CHARS]:

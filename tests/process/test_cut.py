@@ -16,7 +16,7 @@ import pytest
 from tests.process.test_install import ROOT, copy, environment_at, pip
 
 pytestmark = pytest.mark.slow
-# Files about the seams of extras, which import no extra, also not by way of a rig.
+# Tests of extras' entry points that import no extra, not even through a rig.
 UNIT = "client_calls gateway_callers permissions processes registration requests router"
 IMPORTS = """
 import importlib, pkgutil, pipeswitch

@@ -15,7 +15,7 @@ X = torch.randn(3, WIDTH)
 
 
 def net(number: int) -> nn.Module:
-    """Return a variant, in which another layer differs than in most others."""
+    """Return a variant; its number picks the layer that differs."""
     torch.manual_seed(0)
     body = [nn.Linear(WIDTH, WIDTH) for _ in range(COUNT)]
     torch.manual_seed(number)
@@ -28,7 +28,7 @@ def test_variants_that_fit_only_by_sharing_answer_exactly_in_each_life(tmp_path:
     names, state = [f"m{seed}" for seed in range(16)], tmp_path / "state"
     for seed, name in enumerate(names):
         torch.save(net(seed).state_dict(), tmp_path / f"{name}.pt")
-    options = {"state_dir": state, "host_store": "28MiB", "arena": "32MiB"}  # one has 12 MiB
+    options = {"state_dir": state, "host_store": "28MiB", "arena": "32MiB"}  # a model has 12 MiB
     expected: dict[str, torch.Tensor] = {}
     with checked_server(**options) as checked:
         client = checked.client

@@ -130,7 +130,7 @@ def register(client: Any, folder: Path, precision: str) -> list[str]:
 def test_under_evictions_kills_and_rollbacks_each_answer_is_its_own_models(
     tmp_path: Path, device: str, count: int
 ) -> None:
-    """A first server, with room for all models, computes the expected answers of packed ones. The
+    """A first server, with room for all models, computes the expected answers of packed models. The
     models of another tenant have equal bytes, and a second server is killed while it copies."""
     environment = tools.fake_gpu(tmp_path) | tools.ENVIRONMENT
     options: dict[str, Any] = {

@@ -99,7 +99,7 @@ def client_keys(key: str, server_key: str) -> ClientKeys:
 def _checked(key: bytes, shown: object) -> bytes:
     if _Z85_KEY.fullmatch(key):
         return key
-    text = f"{shown} is neither a key of {KEY_CHARACTERS} characters nor a key's file"
+    text = f"{shown} is neither a key of {KEY_CHARACTERS} characters nor a key file"
     raise InvalidInput(text, hint="pipeswitch keys pair NAME writes NAME.key")
 
 
@@ -111,10 +111,10 @@ def _read(path: Path) -> tuple[bytes, bytes | None]:
             entries = dict(_KEY_LINE.findall(file.read(MAX_KEY_BYTES)))
     except OSError as error:
         hint = "NAME.key_secret of pipeswitch keys client NAME"
-        text = f"{path} is not a key's file: {error.strerror}"
+        text = f"{path} cannot be read as a key file: {error.strerror}"
         raise InvalidInput(text, hint=hint) from None
     if b"public" not in entries:
-        raise InvalidInput(f"{path} is not a key's file: it has no public key")
+        raise InvalidInput(f"{path} is not a key file: it has no public key")
     secret = entries.get(b"secret")
     return (_checked(entries[b"public"], path), None if secret is None else _checked(secret, path))
 

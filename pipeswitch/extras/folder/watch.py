@@ -1,8 +1,8 @@
-"""Registration of a folder's models, ``NAME/VERSION/FILE`` as Triton has them.
+"""Registration of a folder's models, in Triton's layout ``NAME/VERSION/FILE``.
 
-A process with the owner's rights looks every ``LOOK_S`` seconds, because Python has no inotify. It
-takes a version that two looks find with the same files, sizes and times, so none that is still
-being written. Of each name it serves the highest version.
+A process with the owner's rights scans it every ``LOOK_S`` seconds (Python has no inotify). It
+registers a version once two scans see equal files, sizes and times, so never during a copy. Of each
+name it serves the highest version.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Record(msgspec.Struct, frozen=True):
 
     place: Place
     program: str  # digest of its program; empty: unknown
-    is_ours: bool  # the model is from this folder, and goes with it
+    is_ours: bool  # the model is from this folder, and is removed with it
 
 
 class FolderEffects:
@@ -81,12 +81,12 @@ class FolderEffects:
     def _ended(self, status: int) -> None:
         self._deaths += 1
         if not self._context.children.processes.is_stopping:
-            log.error("%s: its process ended with status %d", SETTING, status)
+            log.error("%s: the watcher ended with status %d", SETTING, status)
             if self._deaths < MAX_DEATHS:
                 self._fork()
 
     def close(self) -> None:
-        """Do nothing: the process ends with the others."""
+        """Do nothing: the controller ends the process."""
 
 
 def run(values: bytes, channel: Channel, _: Sequence[int]) -> int:
@@ -128,14 +128,14 @@ class Folder:
         """Register new models and versions, and unregister those whose folder has gone."""
         try:
             now = places(self._root)
-        except OSError as error:  # not mounted, or it changes now: no model has gone
+        except OSError as error:  # unmounted or changing: remove no model
             if self._before is not None:
                 self._report("", f"{error.filename}: {error.strerror}")
             self._before = None
             return
         registered = {name: one.place for name, one in self._records.items()}
         gone, new = decide(self._before or {}, now, registered, self._refused)
-        with contextlib.suppress(ServerUnavailable):  # it starts or drains: the next look repeats
+        with contextlib.suppress(ServerUnavailable):  # the server starts or drains: retried
             for name in gone:
                 self._remove(name)
             for name in new:
@@ -154,7 +154,7 @@ class Folder:
             self._save(name, record)
 
     def _register(self, name: str, source: Path, place: Place) -> Record:
-        """Register a version: only its weights if its program is the served one, else all of it."""
+        """Register a version: weights alone if they suffice or the program is unchanged."""
         from ...cli.models import converted
 
         register, before = self._client.register, self._records.get(name, Record(place, "", False))
@@ -212,7 +212,7 @@ def places(root: Path) -> dict[str, Place]:
 
 
 def source_in(place: Path) -> Path:
-    """Return the source in a version's folder: a file, or the folder of ``hf:`` itself.
+    """Return the source in a version's folder: a file, or the folder for ``hf:``.
 
     Raises:
         InvalidInput: it has none, or several.
@@ -222,7 +222,11 @@ def source_in(place: Path) -> Path:
     paths = [path for pattern in SOURCES for path in sorted(place.glob(pattern))]
     if len(paths) == 1:
         return paths[0]
-    what = f"several: {', '.join(path.name for path in paths)}" if paths else "no NAME/VERSION/FILE"
+    what = (
+        f"several files: {', '.join(path.name for path in paths)}"
+        if paths
+        else "no NAME/VERSION/FILE"
+    )
     raise InvalidInput(what, hint=f"one of {', '.join(SOURCES)}, or config.json with its weights")
 
 

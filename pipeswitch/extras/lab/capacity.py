@@ -44,7 +44,7 @@ def capacity_report(models: Sequence[ModelDemand], arena_bytes: int) -> dict[str
         "arena_bytes": arena_bytes,
         "total_bytes": total_bytes,
         "fits_all": total_bytes <= arena_bytes,
-        "fit_count": sum(one <= arena_bytes for one in used_bytes),  # the smallest ones
+        "fit_count": sum(one <= arena_bytes for one in used_bytes),  # counted from the smallest
         "models": [_model_report(model, arena_bytes) for model in models],
     }
 
@@ -66,7 +66,7 @@ def _model_report(model: ModelDemand, arena_bytes: int) -> dict[str, Any]:
         "layer_count": costs.layer_count,
         "group_count": len(plan),
         "groups": plan,  # index of the first layer of each group in the best plan for a cold model
-        "bound_ms": bound(costs),  # M*, a lower limit of the cold time of every plan
+        "bound_ms": bound(costs),  # M*, a lower bound of the cold time of every plan
         "resident_ms": costs.resident_ms,
         "cold_ms": cold_ms,
         "variant_ms": makespan(plan, copied) if model.shared_bytes else 0.0,  # in another's place

@@ -229,7 +229,7 @@ def order_of_use(step: Step) -> tuple[int, ...]:
 
 
 def plan(step: Step, budget_bytes: int, links: Links) -> Forecast | None:
-    """Return the best plan of vDNN's rule and Belady's, or None if none keeps the budget."""
+    """Return the best of vDNN's and Belady's plans, or None if all exceed the budget."""
     forecasts = hiding(step, budget_bytes, links)
     if one := forecast(step, farthest(step, budget_bytes), budget_bytes, links):
         forecasts.append(one)

@@ -250,7 +250,7 @@ class Api:
         caller = request.caller
         if request.head.headers.get("content-type", "").startswith(BUNDLE):
             if not len(request.body):
-                raise InvalidInput("the body is empty", hint="curl --data-binary @FILE.bundle")
+                raise InvalidInput("the body is empty", hint="curl --data-binary @FILE")
             is_like = "like" in request.query
             what, kind = ("weights", "safetensors") if is_like else ("source", "bundle")
             fields: dict[str, Any] = {what: "put:", **request.query}

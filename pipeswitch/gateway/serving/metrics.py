@@ -28,7 +28,7 @@ _COUNTERS: Final[Mapping[str, str]] = {
     "worker_restarts": "Restarts of workers",
     "daemon_restarts": "Restarts of memory daemons",
     "malformed": "Malformed messages",
-    "rejected": "Requests refused before they were accepted: no such model, a wrong shape",
+    "rejected": "Requests refused by checks: no such model, a wrong shape",
     "queue_full": "Requests refused because a queue was full",
     "gateway_queue_full": "The same, of HTTP and gRPC: also those that only the gateway refused",
     "slow_clients": "Clients dropped because they did not read",

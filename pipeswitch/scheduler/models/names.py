@@ -189,7 +189,7 @@ class Names:
         self._core.emit(ModelRemoved(model=model.name, failure=model.reason, aliases=aliases))
 
     def mark_refused(self, name: ModelName, reason: str, what: str) -> None:
-        """Show why the server's own registration was refused: as a note of the served model, or as
+        """Show why a registration by the server was refused: as a note of the served model, or as
         failed. An empty reason removes either."""
         if (served := self._machine.served.get(name)) is not None:
             served.note = reason and f"its {what} was refused: {reason}"

@@ -72,7 +72,7 @@ def test_a_folder_is_served_as_it_changes(tmp_path: Path) -> None:
 
         shutil.rmtree(root / "net")
         until(lambda: states() == {"half": "ready"}, "an unregistered model")
-        root.rename(tmp_path / "away")  # as a disk that is not mounted
+        root.rename(tmp_path / "away")  # like an unmounted disk
         until(lambda: "No such file" in running.log(), "a report")
         assert states() == {"half": "ready"}
         assert "net: version 3" in running.log()
