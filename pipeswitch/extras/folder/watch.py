@@ -119,7 +119,8 @@ class Folder:
         self, root: Path, state: Path, client: Any, report: Callable[[str, str], None]
     ) -> None:
         self._root, self._state, self._client, self._report = root, state, client, report
-        self._before: Places | None = {}  # None: the folder was not readable
+        self._before: Places = {}
+        self._fault = ""  # why the folder could not be read
         self._refused: dict[str, Place] = {}
         saved = state.read_bytes() if state.exists() else b"{}"
         self._records = msgspec.json.decode(saved, type=dict[str, Record])
@@ -128,37 +129,45 @@ class Folder:
         """Register new models and versions, and unregister those whose folder has gone."""
         try:
             now = places(self._root)
+            if self._records and not now:
+                raise FileNotFoundError(
+                    0, "empty, perhaps not mounted: no model is removed", self._root
+                )
         except OSError as error:  # unmounted or changing: remove no model
-            if self._before is not None:
-                self._report("", f"{error.filename}: {error.strerror}")
-            self._before = None
+            fault = f"{error.filename}: {error.strerror}"
+            if fault != self._fault:
+                self._report("", fault)
+            self._fault, self._before = fault, {}
             return
         registered = {name: one.place for name, one in self._records.items()}
-        gone, new = decide(self._before or {}, now, registered, self._refused)
+        gone, new = decide(self._before, now, registered, self._refused)
         with contextlib.suppress(ServerUnavailable):  # the server starts or drains: retried
             for name in gone:
                 self._remove(name)
             for name in new:
                 self._take(name, now[name])
-        self._before = now
+        self._fault, self._before = "", now
 
     def _take(self, name: str, place: Place) -> None:
+        """Register a version; if it is refused, again the one that left for it."""
+        served = self._records.get(name)
         try:
-            record = self._register(name, source_in(self._root / name / str(place[0])), place)
+            self._save(name, self._register(name, place))
         except ServerUnavailable:
             raise
         except Exception as error:  # of one model; the others go on
+            if served is not None and name not in self._records:
+                self._take(name, served.place)
             self._refused[name] = place
             self._report(name, f"version {place[0]}: {error}")
-        else:
-            self._save(name, record)
 
-    def _register(self, name: str, source: Path, place: Place) -> Record:
+    def _register(self, name: str, place: Place) -> Record:
         """Register a version: weights alone if they suffice or the program is unchanged."""
         from ...cli.models import converted
 
         register, before = self._client.register, self._records.get(name, Record(place, "", False))
-        weights, program = source, ""
+        source = weights = source_in(self._root / name / str(place[0]))
+        program = ""
         with contextlib.ExitStack() as stack:
             if source.suffix == ".pt2":
                 check_trusted(source, SETTING)  # torch unpickles parts of it
@@ -206,7 +215,7 @@ def places(root: Path) -> dict[str, Place]:
             numbers = [int(one.name) for one in folder.iterdir() if one.name.isdecimal()]
             version = max(numbers, default=0)
             paths = sorted((folder / str(version)).rglob("*"))
-            facts = [(str(path), path.stat()) for path in paths if not path.is_dir()]
+            facts = [(str(path), path.stat()) for path in paths if path.is_file()]
             listing[folder.name] = version, tuple((p, s.st_size, s.st_mtime_ns) for p, s in facts)
     return listing
 

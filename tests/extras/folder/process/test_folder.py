@@ -65,14 +65,20 @@ def test_a_folder_is_served_as_it_changes(tmp_path: Path) -> None:
         assert torch.equal(client.infer("net", x).value, nets[1](x).detach())
 
         shutil.rmtree(root / "faulty")
-        put(root / "net/4", 2, width=3)  # another program replaces the model
+        wider = put(root / "net/4", 2, width=3)  # another program replaces the model
         until(lambda: "faulty" not in states(), "a model that has gone")
         until(lambda: ", 3]" in str(rows().get("net", {}).get("inputs")), "another program")
         assert "version 3" not in str(rows()["net"]["notes"])
+
+        put_file(root / "net/5/model.gguf", NO_PROGRAM)
+        until(lambda: "version 5" in str(rows().get("net", {}).get("notes")), "a faulty program")
+        assert torch.equal(client.infer("net", x[:, :3]).value, wider(x[:, :3]).detach())
 
         shutil.rmtree(root / "net")
         until(lambda: states() == {"half": "ready"}, "an unregistered model")
         root.rename(tmp_path / "away")  # like an unmounted disk
         until(lambda: "No such file" in running.log(), "a report")
+        root.mkdir()
+        until(lambda: "no model is removed" in running.log(), "a report of an empty folder")
         assert states() == {"half": "ready"}
         assert "net: version 3" in running.log()
