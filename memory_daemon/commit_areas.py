@@ -136,6 +136,7 @@ class CommitAreas:
                         commit.step,
                         area.image(commit),
                         is_still_whole=lambda commit=commit: area.is_current(commit),  # type: ignore[misc]
+                        is_lasting=order.is_lasting,
                     )
                     break
                 except ImageChanged:

@@ -59,10 +59,12 @@ def write_commit(
     image: memoryview,
     *,
     is_still_whole: Callable[[], bool] = lambda: True,
+    is_lasting: bool = True,
 ) -> CommitRecord:
     """Make ``image`` the commit on disk; return when it would survive a power loss. Blocks.
 
     ``is_still_whole``: called after all bytes were read; returns False if they changed meanwhile.
+    ``is_lasting``: False if it need not survive a power loss; then the image is not synced.
 
     Raises:
         OSError: the disk is full, read-only, …; the previous commit is unchanged.
@@ -74,7 +76,8 @@ def write_commit(
     temporary = directory / f"{stem}.safetensors.tmp"
     try:
         reach("persist.image.write")
-        digest = _write_synced(temporary, memoryview(safetensors_head(image)), image)
+        parts = memoryview(safetensors_head(image)), image
+        digest = _write_synced(temporary, *parts, is_lasting=is_lasting)
         if not is_still_whole():
             raise ImageChanged(f"step {step}")
         reach("persist.image.written")
@@ -266,8 +269,8 @@ def _read_into(path: Path, head_bytes: int, image: memoryview, record: CommitRec
         raise RemoteProtocolError(f"{path} does not match its digest")
 
 
-def _write_synced(path: Path, *parts: memoryview) -> str:
-    """Write a file and sync it; return the SHA-256 of the written bytes, in hex."""
+def _write_synced(path: Path, *parts: memoryview, is_lasting: bool = True) -> str:
+    """Write a file and sync it if it must last; return the SHA-256 of the written bytes, in hex."""
     digest = hashlib.sha256()
     with open(path, "wb", buffering=0, opener=open_plain) as file:
         for part in parts:
@@ -277,7 +280,8 @@ def _write_synced(path: Path, *parts: memoryview) -> str:
                 written = 0
                 while written < len(piece):
                     written += file.write(piece[written:])
-        os.fsync(file.fileno())
+        if is_lasting:
+            os.fsync(file.fileno())
     return digest.hexdigest()
 
 

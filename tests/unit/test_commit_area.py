@@ -269,6 +269,17 @@ def test_what_was_persisted_is_loaded_back(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3, "two images and a record, older ones are gone"
 
 
+@pytest.mark.parametrize("is_lasting", [True, False])
+def test_an_image_is_synced_if_it_must_survive_a_power_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_lasting: bool
+) -> None:
+    image, sizes = bytes(1 << 16), list[int]()
+    monkeypatch.setattr(os, "fsync", lambda file: sizes.append(os.fstat(file).st_size))
+    commit_files.write_commit(tmp_path, 3, memoryview(image), is_lasting=is_lasting)
+    assert (max(sizes) > len(image)) is is_lasting
+    assert loaded(tmp_path) == (3, image)
+
+
 @pytest.mark.parametrize("point", PERSIST_POINTS)
 @pytest.mark.parametrize("had_one", [False, True])
 def test_a_persist_that_is_cut_off_anywhere_leaves_a_whole_commit(

@@ -2634,7 +2634,7 @@ def test_a_publication_is_a_copy_of_the_commit_a_build_and_then_the_current_vers
     job = net_and_job(rig)
     token = ask_publish(rig, job)
     (order,) = rig.sent(PersistCommit)
-    assert order.directory == f"published/cifar@{order.op_id}"
+    assert (order.directory, order.is_lasting) == (f"published/cifar@{order.op_id}", False)
     build = copied(rig, job)
     spec = msgspec.msgpack.decode(build.spec)
     assert spec == {

@@ -228,6 +228,7 @@ class PersistCommit(Message, frozen=True):
     job: JobName
     op_id: OpId
     directory: str
+    is_lasting: bool = True  # False: this server alone reads it, soon; it need not be crash-safe
 
 
 class CommitPersisted(Message, frozen=True):

@@ -203,8 +203,9 @@ class Publishing:
             one.stage, one.op_id = "copies", self._core.next_op_id()
             one.device = device.index
             one.directory = f"{self._core.settings.published_dir}/{job.spec.name}@{one.op_id}"
+            name, directory = job.spec.name, one.directory
             device.daemon.send(
-                PersistCommit(job=job.spec.name, op_id=one.op_id, directory=one.directory)
+                PersistCommit(job=name, op_id=one.op_id, directory=directory, is_lasting=False)
             )
 
     def persisted(self, message: CommitPersisted) -> bool:
