@@ -235,6 +235,7 @@ SCRIPTS: Final = {
 }
 """Scripts by what a second run of them would lose: code before the loop, in a step, and after each
 epoch."""
+SWAPS: Final = 6
 QUICK: Final = ("files", "subprocess", "workers", "gan", "checkpoints")
 
 
@@ -283,35 +284,26 @@ def requests() -> Iterator[Requests]:
         yield Requests(checked)
 
 
-def is_swapped_like_plain(requests: Requests, folder: Path, name: str, swaps: int) -> None:
-    """Run a script with swaps at random moments, then plainly; compare all that it leaves."""
-    script, out = write(folder, name), {}
-    for way in ("served", "plain"):
-        (folder / way).mkdir()
-        out[way] = folder / way / "out"
-    task = requests.checked.client.train(script, name=name, args=[str(out["served"]), "-1"])
-    requests.swap(task, swaps)
-    out["served"].with_suffix(".enough").touch()
-    row = tools.finish(task)
-    assert (row["evictions"], row["restarts"], row["steps_recomputed"]) == (0, 0, 0), row
-    assert row["swaps"] >= swaps
-    tools.run_plain(script, str(out["plain"]), out["served"].read_text().split()[-1])
-    assert files(out["served"].parent) == files(out["plain"].parent)
-
-
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SCRIPTS],
+)
 def test_a_swapped_script_goes_on_as_if_nothing_had_happened(
     requests: Requests, tmp_path: Path, name: str
 ) -> None:
-    is_swapped_like_plain(requests, tmp_path, name, 6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_each_script_ends_as_its_plain_run_after_ten_swaps(
-    requests: Requests, tmp_path: Path, name: str
-) -> None:
-    is_swapped_like_plain(requests, tmp_path, name, 10)
+    """Run a script with swaps at random moments, then plainly; compare all that it leaves."""
+    script, out = write(tmp_path, name), {}
+    for way in ("served", "plain"):
+        (tmp_path / way).mkdir()
+        out[way] = tmp_path / way / "out"
+    task = requests.checked.client.train(script, name=name, args=[str(out["served"]), "-1"])
+    requests.swap(task, SWAPS)
+    out["served"].with_suffix(".enough").touch()
+    row = tools.finish(task)
+    assert (row["evictions"], row["restarts"], row["steps_recomputed"]) == (0, 0, 0), row
+    assert row["swaps"] >= SWAPS
+    tools.run_plain(script, str(out["plain"]), out["served"].read_text().split()[-1])
+    assert files(out["served"].parent) == files(out["plain"].parent)
 
 
 # ---- faults ----------------------------------------------------------------------------------

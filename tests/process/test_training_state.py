@@ -353,7 +353,8 @@ def test_writes_through_data_are_never_in_an_earlier_commit(
 ) -> None:
     expected = plain(script)
     for count in range(1, 22):
-        for at in ({"evict_at": count}, {"crash_at": count}):
+        ways = ("evict_at", "crash_at") if every_ms == 1.0 else ("evict_at",)
+        for at in ({way: count} for way in ways):  # without a commit a crash begins anew
             host = FakeHost()
             ended = live(host, script, **at, every_ms=every_ms)
             assert (ended or live(host, script, every_ms=every_ms)) == expected, at
