@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -121,14 +122,10 @@ def cpu_count() -> int:
 
 def processor_name() -> str:
     """Return the processor's name, or its architecture if the kernel knows no name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
+    with contextlib.suppress(OSError):
+        for line in processor_features():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
     return os.uname().machine
 
 

@@ -74,7 +74,7 @@ OF_JOBS: Final = (
     "preempted_s",
     "evictions",
 )
-OF_NODES: Final = ("nodes", "moved_bytes", "failures", "resent", "placed_per_s")
+OF_NODES: Final = ("nodes", "moved_bytes", "failures", "resent")
 JOB: Final = "NAME:STEPS:STEP:MEMORY[@AT]"
 REQUESTS: Final = 200_000  # default number for a cluster, which takes some minutes
 

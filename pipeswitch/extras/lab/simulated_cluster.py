@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import heapq
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
-from typing import Any, Final
+from typing import Final
 
 from ...ipc.messages.base import ModelName
-from ..cluster.choice import COPIES, MISSED_S, ROUND_S, Decision, NodeLoad, Nodes
+from ..cluster.choice import COPIES, MISSED_S, ROUND_S, NodeLoad, Nodes
 from ..cluster.holders import choose, left_ms
 from .arrivals import Arrival
 from .replay import Asked, Models, Outcome, PaperModel, Replay, Setting, outcome
@@ -42,14 +41,13 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Placed:
-    """Outcome of the requests, and the costs of placement."""
+    """Outcome of the requests, and what placement did."""
 
     outcome: Outcome
     nodes: int  # number of nodes at the start
     moved_bytes: int  # bytes of models that were copied from node to node
     failures: int  # number of nodes that died; none comes back
     resent: int  # requests that were sent again after a node's death
-    placed_per_s: int  # placement's decisions per second of real time
 
 
 def place(
@@ -77,19 +75,6 @@ def place(
     return run
 
 
-class _Placing(Nodes):
-    """The real choice of nodes; counts its decisions, and the real seconds that they take."""
-
-    decisions, decided_s = 0, 1e-9
-
-    def choose(self, *args: Any, **options: Any) -> Decision:
-        began_s = time.perf_counter()
-        choice = super().choose(*args, **options)
-        self.decided_s += time.perf_counter() - began_s
-        self.decisions += 1
-        return choice
-
-
 class _ClusterRun:
     """One simulation: all nodes, clients and placement."""
 
@@ -97,7 +82,7 @@ class _ClusterRun:
         # Loading a program takes no simulated time, but simulating it would double the real time.
         self._setting = replace(setting, devices=cluster.devices, prepares=False)
         self._cluster, self._models = cluster, models
-        self._placing, self._now_ms = _Placing(), 0.0
+        self._placing, self._now_ms = Nodes(), 0.0
         self._told: dict[str, NodeLoad] = {}  # last reports of the living nodes
         self._servers: dict[str, Replay] = {}  # simulated servers; created by the first request
         self._busy: set[str] = set()  # nodes that have unanswered requests
@@ -135,7 +120,6 @@ class _ClusterRun:
             self._moved_bytes,
             count - len(self._told),
             self._resent,
-            round(self._placing.decisions / self._placing.decided_s),
         )
 
     def _round(self) -> None:

@@ -25,7 +25,7 @@ import torch
 
 from ...base import state_codec
 from ...base.errors import InvalidInput
-from .table import SHARERS_BYTE, BatchTable, Entry, HeldBatch, Label, Load, Wait, differs
+from .table import READY, SHARERS_BYTE, BatchTable, Entry, Label, differs
 
 PAGE_BYTES: Final = mmap.PAGESIZE
 HALF_BYTES: Final = 256 << 10  # fits a table of MAX_ENTRIES entries with long names
@@ -106,20 +106,18 @@ class Ring:
             self._keep_what_is_old()
             with self._table() as table:
                 self._drop_the_dead(table)
-                answer = table.take(self._me, self._job, label, facts, list(self._held))
-                if isinstance(answer, Load):
+                entry = table.take(self._me, self._job, label, facts, list(self._held))
+                if entry.loading == self._me:
                     self._lock(LOADING + self._me, fcntl.F_WRLCK)
-            match answer:
-                case HeldBatch(entry=entry):
-                    return self._found(entry, load)
-                case Load(id=id):
-                    try:
-                        return self._loaded(id, load)
-                    finally:
-                        self._lock(LOADING + self._me, fcntl.F_UNLCK)
-                case Wait(subscriber=other):
-                    self._lock(LOADING + other, fcntl.F_RDLCK)
-                    self._lock(LOADING + other, fcntl.F_UNLCK)
+            if entry.loading == READY:
+                return self._found(entry, load)
+            if entry.loading == self._me:
+                try:
+                    return self._loaded(entry.id, load)
+                finally:
+                    self._lock(LOADING + self._me, fcntl.F_UNLCK)
+            self._lock(LOADING + entry.loading, fcntl.F_RDLCK)
+            self._lock(LOADING + entry.loading, fcntl.F_UNLCK)
 
     def _is_alone(self, label: Label) -> bool:
         """Return True if no other job shares the ring and it has no batch from ``label`` on."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -60,27 +59,6 @@ class Row(msgspec.Struct):
     held: list[int]  # ids of the entries that the subscriber maps
 
 
-@dataclass(frozen=True)
-class HeldBatch:
-    """Batch that another job has loaded."""
-
-    entry: Entry
-
-
-@dataclass(frozen=True)
-class Wait:
-    """Order to wait for a batch that another job loads now."""
-
-    subscriber: int
-
-
-@dataclass(frozen=True)
-class Load:
-    """Order to load a batch."""
-
-    id: int  # id of the batch's entry
-
-
 class BatchTable(msgspec.Struct):
     """State that all subscribers read and write in turn; ``capacity_bytes`` covers all batches."""
 
@@ -101,8 +79,10 @@ class BatchTable(msgspec.Struct):
 
     def take(
         self, subscriber: int, job: str, label: Label, facts: dict[str, str], own: Sequence[int]
-    ) -> HeldBatch | Wait | Load:
-        """Return whether to use, await or load the batch; ``own`` are ids of entries still mapped.
+    ) -> Entry:
+        """Return the batch's entry; if it is not READY, ``loading`` loads it, perhaps the caller.
+
+        ``own`` are ids of entries that the caller still maps.
 
         Raises:
             SharedInputRefused: the subscriber's loader differs from that of another subscriber.
@@ -123,12 +103,10 @@ class BatchTable(msgspec.Struct):
         self.rows.append(row)
         if entry is None:
             self.last_id += 1
-            self.entries.append(Entry(self.last_id, label, job, loading=subscriber))
-            return Load(self.last_id)
-        if entry.loading != READY:
-            return Wait(entry.loading)
-        row.held.append(entry.id)
-        return HeldBatch(entry)
+            self.entries.append(entry := Entry(self.last_id, label, job, loading=subscriber))
+        elif entry.loading == READY:
+            row.held.append(entry.id)
+        return entry
 
     def has_from(self, label: Label) -> bool:
         """Return True if there is a batch that a subscriber at ``label`` may still need."""

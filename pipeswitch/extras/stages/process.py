@@ -142,45 +142,32 @@ def _place(returned: Any, memory: memoryview) -> tuple[SlabTensor, ...]:
     named = returned if isinstance(returned, Mapping) else {"": returned}
     if len(named) > MAX_ARRAYS:
         raise Unusable(f"it returned {len(named)} arrays, a model takes {MAX_ARRAYS} at most")
-    placed, at = [], 0
+    placed, at = list[SlabTensor](), 0
     for name, value in named.items():
         is_name = isinstance(name, str) and len(name) <= MAX_NAME and name.isprintable()
-        if is_name and (texts := packed(value)) is not None:
-            shape, data = texts
-            if at + len(data) > len(memory):
-                raise Unusable(_too_large(memory))
-            memory[at : at + len(data)] = data
-            placed.append(
-                SlabTensor(
-                    name=name, dtype=BYTES, shape=shape, offset_bytes=at, size_bytes=len(data)
-                )
-            )
-            at += aligned(len(data), TENSOR_ALIGN_BYTES)
-            continue
-        if not is_name or not isinstance(value, np.ndarray):
+        texts = packed(value) if is_name else None
+        if texts is not None:
+            dtype, (shape, data) = BYTES, texts
+            size = len(data)
+        elif is_name and isinstance(value, np.ndarray):
+            dtype, shape = value.dtype.name, value.shape
+            if dtype not in ITEM_BYTES:
+                raise Unusable(f"it returned {name or 'an array'} of dtype {value.dtype}")
+            size = ITEM_BYTES[dtype] * math.prod(shape)
+        else:
             what = f"a {type(value).__name__}"
             if named is returned:
                 what = f"a dict with {repr(name)[:80]}: {type(value).__name__}"
             raise Unusable(f"it returned {what}, not a numpy array or a dict of them by name")
-        if value.dtype.name not in ITEM_BYTES:
-            raise Unusable(f"it returned {name or 'an array'} of dtype {value.dtype}")
-        size = ITEM_BYTES[value.dtype.name] * math.prod(value.shape)
         if at + size > len(memory):
-            raise Unusable(_too_large(memory))
-        flat = np.frombuffer(memory, dtype=value.dtype.name, count=value.size, offset=at)
-        np.copyto(flat.reshape(value.shape), value)
+            raise Unusable(f"it returned over {len(memory)} bytes: raise [server] max_message")
+        if texts is not None:
+            memory[at : at + size] = data
+        else:
+            flat = np.frombuffer(memory, dtype=dtype, count=value.size, offset=at)
+            np.copyto(flat.reshape(shape), value)
         placed.append(
-            SlabTensor(
-                name=name,
-                dtype=value.dtype.name,
-                shape=value.shape,
-                offset_bytes=at,
-                size_bytes=size,
-            )
+            SlabTensor(name=name, dtype=dtype, shape=shape, offset_bytes=at, size_bytes=size)
         )
         at += aligned(size, TENSOR_ALIGN_BYTES)
     return tuple(placed)
-
-
-def _too_large(memory: memoryview) -> str:
-    return f"it returned over {len(memory)} bytes: raise [server] max_message"
