@@ -21,7 +21,6 @@ from ..base.errors import PipeSwitchError, RegistrationRefused, to_wire
 from ..base.failpoints import reach
 from ..ipc.messages.base import Message, ModelName
 from ..ipc.messages.builder import BuildDone, BuildFailed, BuildProgress, BuildSettings
-from ..planning import planned_files
 from ..programs import spec as specs
 from ..programs.compiler.build_process import work_prefix
 from ..programs.graphs.manifest_check import check_claims
@@ -29,7 +28,7 @@ from ..programs.interface.layout import Manifest
 from ..programs.interface.packing import Layout
 from ..scheduler.state.events import Address, Exited, Received, StartBuild, SweepPrograms
 from .device_effects import HelperEffects, ServerContext
-from .folders import DIGEST
+from .folders import DIGEST, find_planned
 
 log = logging.getLogger(__name__)
 
@@ -275,7 +274,7 @@ class Builds:
             )
             self._take(Received(builder, failed))
             return
-        planned = tuple(planned_files.find(self._planned_folders, manifest.digest))
+        planned = tuple(find_planned(self._planned_folders, manifest.digest))
         self._take(Received(builder, message, manifest, planned))
 
     def sweep(self, command: SweepPrograms) -> None:

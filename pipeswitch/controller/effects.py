@@ -26,12 +26,12 @@ from ..commits.commit_files import load_commit, read_record, remove_unnamed
 from ..commits.progress import HANDED_ON, SUFFIX
 from ..ipc.control_page import sealed_memfd
 from ..ipc.messages.base import JobName, ModelName
-from ..planning import planned_files
 from ..scheduler.state import events as ev
 from ..scheduler.timeline import Timeline
 from ..wire.frames import pack_dict
 from .builds import Builds
 from .device_effects import DeviceEffects, HelperEffects, ServerContext
+from .folders import save_planned
 from .journal import JournalFile
 
 log = logging.getLogger(__name__)
@@ -195,7 +195,7 @@ class Effects:
 
     def _save_planned(self, command: ev.SavePlanned) -> None:
         try:
-            planned_files.save(self._places.profiles, command.file_name, command.document)
+            save_planned(self._places.profiles, command.file_name, command.document)
         except OSError as error:  # this server uses them; the next server has byte buckets
             log.warning("profile %s not written: %s", command.file_name, error)
 

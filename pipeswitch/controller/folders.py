@@ -8,11 +8,14 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from ..base.plain_files import open_plain
+import msgspec
+
+from ..base.plain_files import open_plain, read_plain, write_whole
+from ..planning.planned_groups import DIGEST_CHARS, MAX_BYTES, PlannedError, PlannedFile, decode
 from ..programs.interface.packing import DERIVED_FILE
 from ..programs.spec import BUNDLE_FILE, MANIFEST_FILE, is_checked, load_manifest
 from ..wire.private import check_trusted
@@ -174,3 +177,25 @@ class StateDir:
         except OSError:  # the next sweep tries it again
             return []
         return [target]
+
+
+def find_planned(folders: Sequence[Path], digest: str) -> Iterator[PlannedFile]:
+    """Yield every file of planned groups of a program, folder by folder. Never raises."""
+    for folder in folders:
+        for path in sorted(folder.glob(f"*.{digest[:DIGEST_CHARS]}.*.json")):
+            try:
+                yield PlannedFile(path.name, decode(read_plain(path, MAX_BYTES)))
+            except OSError as error:
+                yield PlannedFile(path.name, None, error.strerror or str(error))
+            except PlannedError as error:
+                yield PlannedFile(path.name, None, str(error))
+
+
+def save_planned(folder: Path, name: str, document: bytes) -> None:
+    """Write planned groups atomically, indented for people; an older file of this name is replaced.
+
+    Raises:
+        OSError: the disk is full, or the folder may not be written.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_whole(folder / name, msgspec.json.format(document, indent=1) + b"\n")

@@ -30,7 +30,7 @@ MAY_IMPORT: Mapping[str, str] = {
     "base": "",
     "errors": "base",
     "sandbox": "",
-    "planning": "base",
+    "planning": "",
     "wire": "base",
     "ipc": "base wire",
     "programs": "base planning",

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from pipeswitch.controller.folders import find_planned, save_planned
 from pipeswitch.planning import planned_groups
-from pipeswitch.planning.planned_files import find, save
 from tests.unit.measured import HERE
 
 DIGEST = "ab" * 32
@@ -76,33 +76,33 @@ def test_the_decoder_raises_nothing_else(raw: bytes) -> None:
 def test_a_file_is_its_owners_alone_and_is_found_by_the_programs_digest(tmp_path: Path) -> None:
     folder = tmp_path / "profiles"
     assert planned_groups.file_name("net", DIGEST, "CPU") == NAME
-    save(folder, NAME, document())
+    save_planned(folder, NAME, document())
     path = folder / NAME
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert [file.groups for file in find([folder], DIGEST)] == [groups()]
-    assert list(find([folder], "cd" * 32)) == []
-    assert list(find([tmp_path / "missing"], DIGEST)) == []
+    assert [file.groups for file in find_planned([folder], DIGEST)] == [groups()]
+    assert list(find_planned([folder], "cd" * 32)) == []
+    assert list(find_planned([tmp_path / "missing"], DIGEST)) == []
     assert [entry.name for entry in folder.iterdir()] == [NAME]
 
 
 def test_saving_again_replaces_the_file(tmp_path: Path) -> None:
-    save(tmp_path, NAME, document())
-    save(tmp_path, NAME, document(measured_at="later"))
-    (file,) = find([tmp_path], DIGEST)
+    save_planned(tmp_path, NAME, document())
+    save_planned(tmp_path, NAME, document(measured_at="later"))
+    (file,) = find_planned([tmp_path], DIGEST)
     assert file.groups is not None
     assert file.groups.measured_at == "later"
 
 
 def test_a_damaged_file_is_found_with_its_problem(tmp_path: Path) -> None:
-    save(tmp_path, NAME, document())
+    save_planned(tmp_path, NAME, document())
     path = tmp_path / NAME
     path.write_bytes(path.read_bytes()[:100])
-    (file,) = find([tmp_path], DIGEST)
+    (file,) = find_planned([tmp_path], DIGEST)
     assert file.groups is None
     assert file.problem
     path.unlink()
     path.mkdir()
-    (file,) = find([tmp_path], DIGEST)
+    (file,) = find_planned([tmp_path], DIGEST)
     assert (file.groups, file.problem) == (None, "not a regular file")
 
 
