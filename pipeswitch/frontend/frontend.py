@@ -426,9 +426,9 @@ class Frontend:
             refusal = client.principal.refusal(Role.OPERATE, what)
             answer = ev.Reply(token=answer.token, error=refusal)
         elif isinstance(answer.error, ModelNotFound) and (
-            "model" in answer.error.data or (verb.of_model and not answer.error.data)
+            "like" in answer.error.data or (verb.of_model and not answer.error.data)
         ):
-            name = answer.error.data.get("model", pending.model)
+            name = answer.error.data.get("like", pending.model)
             error = self.inference.models.missing(name, client.principal.tenant)
             answer = ev.Reply(token=answer.token, error=error)
         if answer.more:

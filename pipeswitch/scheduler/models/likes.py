@@ -46,7 +46,7 @@ class Likes:
         first = ModelName(name.removesuffix(f"{AT}1"))  # its record has the plain name
         model = self._machine.models.get(first) if AT in name else self._versions.current(name)
         if model is None or model.state.state is ModelState.LEAVING:
-            raise not_found(event.like, model=event.like)
+            raise not_found(event.like, like=event.like)
         if model.tenant != event.tenant:
             raise PermissionDenied(f'"{event.like}" is another client\'s')
         return model
