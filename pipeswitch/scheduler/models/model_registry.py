@@ -218,7 +218,9 @@ class Registry:
             self._admission.not_stored(model, changed_on_the_way(model.name))
         current = self._versions.current(model.base)
         its = current.manifest if current is not None and current is not model else None
-        if current and its and its.digest == manifest.digest and self._is_new(model):
+        is_same = manifest.is_exact and its and its.parts == manifest.parts
+        is_same = is_same or (its and its.digest == manifest.digest)
+        if current and is_same and self._is_new(model):
             self._leave_as_it_is(model, current)
             return
         model.manifest = manifest
