@@ -43,16 +43,6 @@ MAX_VALUE_BYTES: Final = 64 << 30  # maximum size of one intermediate value
 MAX_REMEMBERED: Final = 1 << 14  # maximum calls on meta whose results are kept during a check
 MAX_CHECKS: Final = 1 << 16  # maximum nodes times shapes in a registration's check; takes seconds
 
-_METHODS: Final = {
-    f"aten.{name}": getattr(torch.Tensor, name.partition(".")[0])
-    for name in (
-        *("add.Tensor", "expand.default", "mul.Tensor", "permute.default", "reshape.default"),
-        *("select.int", "split.Tensor", "split_with_sizes.default", "transpose.int"),
-        *("unsqueeze.default", "view.default"),
-    )
-}
-"""Small operators as methods, which parse arguments twice as fast as ``torch.ops`` does."""
-
 _VIEWS_OR_COPIES: Final = frozenset(
     ("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "contiguous", "to")
 )
@@ -389,8 +379,6 @@ class CompiledGraph:
             key = position if position in self._calls else node.target
             call = self._calls.get(key) or self._callable(node.target)
             self._calls[key] = call
-            if not node.kwargs:
-                call = _METHODS.get(str(call), call)
             spelt = [spell(argument) for argument in node.args]
             spelt += [f"{key}={spell(value)}" for key, value in node.kwargs.items()]
             function = f"o{len(scope)}"
