@@ -64,7 +64,7 @@ def read_plain(path: Path, max_bytes: int) -> bytes:
 
 
 def write_whole(path: Path, data: bytes, *, is_synced: bool = True) -> None:
-    """Replace a file atomically; the new one has mode 0600.
+    """Replace a file atomically, by one writer at a time; the new one has mode 0600.
 
     Raises:
         NotPlain: ``NAME.tmp`` exists and is not a regular file.

@@ -22,6 +22,7 @@ from ..base.quantiles import percentile
 from ..ipc.messages.base import ModelName
 from ..programs.interface.layout import Manifest
 from ..scheduler.state.events import InferArrived, Reply, Token
+from ..scheduler.state.versions import split_name, version_name
 from ..scheduler.state.records import RunKind
 from ..wire.frames import RequestHeader
 from ..wire.request_timing import RequestTiming
@@ -34,7 +35,8 @@ from .transport.replies import answer_frames, output_outside
 
 _logger = logging.getLogger(__name__)
 
-RECENT: Final = 200  # number of a model's requests for its latency in ``stats``
+RECENT: Final = 200  # number of a version's requests for its latency in ``stats``
+MAX_NAMES: Final = 1024  # number of versions with a latency
 MAX_NAME_CHARS: Final = 64  # logged part of a refused request's model name: it may be any text
 MAX_ERROR_CHARS: Final = 120  # of the last error that ``top`` shows
 INFERS: Final = ("infer", "generate")  # verbs that are counted and logged as inference
@@ -107,7 +109,7 @@ class Requests:
         self.inference = Counters()  # requests of the verbs in INFERS
         self.queue_full_count = 0  # requests that ended with QueueFull
         self.last_error = dict[str, str]()  # of inference: its model and text
-        # Times of each model's last answered requests.
+        # Times of each version's last answered requests.
         self.recent_ms = defaultdict[str, deque[float]](lambda: deque(maxlen=RECENT))
 
     @property
@@ -177,7 +179,7 @@ class Requests:
             pending.allocation = None
 
     def latencies(self) -> dict[str, dict[str, float]]:
-        """Return the median and the 99th percentile of each model's recent times."""
+        """Return the median and the 99th percentile of each version's recent times."""
         at = {"p50_ms": 0.5, "p99_ms": 0.99}
         return {
             model: {name: percentile(times, part) for name, part in at.items()}
@@ -253,7 +255,10 @@ class Requests:
         if pending.run is not None:
             pending.run.free()
         if pending.op in INFERS and is_sent and answer.timing is not None:
-            self.recent_ms[pending.model].append(answer.timing.total_ms)
+            version = version_name(split_name(pending.model)[0], answer.timing.version)
+            self.recent_ms[version].append(answer.timing.total_ms)
+            if len(self.recent_ms) > MAX_NAMES:  # of versions that left before their last answers
+                del self.recent_ms[next(iter(self.recent_ms))]
         if pending.op in INFERS and is_sent and answer.error is not None:
             text = f"{type(answer.error).__name__}: {answer.error.message[:MAX_ERROR_CHARS]}"
             self.last_error = {"model": pending.model, "error": text}

@@ -211,7 +211,7 @@ def test_the_end_of_each_inference_is_a_line(
     sent(ended(requests, good, answer))
     sent(ended(requests, bad, Reply(token=bad.token, error=TaskFailed("no"))))
     assert requests.last_error == {"model": bad.model, "error": "TaskFailed: no"}
-    assert requests.latencies() == {good.model: {"p50_ms": 2.0, "p99_ms": 2.0}}
+    assert requests.latencies() == {"m@3": {"p50_ms": 2.0, "p99_ms": 2.0}}
     ended(requests, gone, output(gone)).on_end(False)
     listing = requests.accept(client, RequestHeader(v=1, op="models", id="models"))
     sent(ended(requests, listing, Reply(token=listing.token)))

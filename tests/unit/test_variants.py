@@ -178,6 +178,20 @@ def test_a_version_awaits_the_last_task_of_the_one_it_replaces(*, waits: bool) -
     assert (order.groups[0].parts == (), is_in_place) == (not waits, not waits)
 
 
+@pytest.mark.parametrize("own", [(), (3,)])
+def test_a_restored_model_has_its_former_place_unless_it_was_packed_again(
+    own: tuple[int, ...],
+) -> None:
+    rig, program = Rig(), program_of("digest v", 20 * MIB)
+    former = [(0, "digest of the place")]
+    rig.ask_register("v", restored=variant_of(program, "v", ()).manifest, lent=former)
+    [start] = rig.commands(ev.StartBuild)
+    done = BuildDone(model="v", op_id=start.op_id, digest="digest v")
+    rig.handle(received(done, manifest=variant_of(program, "v", own).manifest))
+    store = rig.scheduler.machine.store
+    assert list(store.lent(rig.scheduler.machine.models["v"])) == ([] if own else former)
+
+
 @pytest.mark.parametrize("ends", ["cancelled", "daemon"])
 def test_after_a_copy_that_broke_off_the_place_is_nobodys(rig: Variants, ends: str) -> None:
     rig.served("a")

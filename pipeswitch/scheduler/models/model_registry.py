@@ -223,15 +223,17 @@ class Registry:
         if current and is_same and self._is_new(model):
             self._leave_as_it_is(model, current)
             return
-        model.manifest = manifest
+        before, model.manifest = model.manifest, manifest
         model.state.apply(ModelEvent.BUILT, f"digest {manifest.digest[:12]}")
+        is_kept = before is not None and before.parts == manifest.parts  # else packed again
+        lent = self.registrations[model.name].lent if is_kept else ()
         devices = self._machine.devices
         try:
             for device in devices:
                 if device.state.may_serve(model):
                     device.arena.check_fits(model, is_pinned=model.want_pinned)
             streams = any(device.arena.min_bytes(manifest) for device in devices)
-            self._machine.store.take(model, self.registrations[model.name].lent, is_alone=streams)
+            self._machine.store.take(model, lent, is_alone=streams)
             if not all(d.residents.take(d.state.replicas[model.name]) for d in devices):
                 raise self._machine.store.full(model)
         except errors.PipeSwitchError as error:
