@@ -22,8 +22,8 @@ from ..base.quantiles import percentile
 from ..ipc.messages.base import ModelName
 from ..programs.interface.layout import Manifest
 from ..scheduler.state.events import InferArrived, Reply, Token
-from ..scheduler.state.versions import split_name, version_name
 from ..scheduler.state.records import RunKind
+from ..scheduler.state.versions import split_name, version_name
 from ..wire.frames import RequestHeader
 from ..wire.request_timing import RequestTiming
 from .intake.request_log import RequestLog
