@@ -148,7 +148,7 @@ class Loop:
         for command in self._scheduler.run_deferred():
             self._effects.perform(command)
         while self._effects.refused_models and not self._server.inbox:  # after restored models
-            self._scheduler.registry.names.mark_refused(*self._effects.refused_models.pop())
+            self._scheduler.registry.names.mark_refused(*self._effects.refused_models.pop(0))
             for command in self._scheduler.run_deferred():
                 self._effects.perform(command)
         if not self._is_announced and self._scheduler.is_whole and not self._server.why_not_ready:

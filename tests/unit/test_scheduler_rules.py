@@ -1814,16 +1814,21 @@ def test_a_configured_model_that_is_known_gets_what_the_file_names_or_a_note(rig
     token = rig.ask_register("a", spec=spec_of(weights="random:1"), is_configured=True)
     names = rig.scheduler.registry.names
     names.mark_refused("a", str(rig.error(token)), "[[model]]")
-    names.mark_refused("b", "no file", "[[model]]")
+    names.mark_lost(lost := ModelName("c"), "no program")
+    for name in ("b", lost):
+        names.mark_refused(name, "no file", "[[model]]")
     rig.built("a", 10, build.op_id)
     rows = {row["name"]: row for row in rig.scheduler.listing.models()}
     assert (rows["a"]["state"], rows["b"]["state"]) == ("storing", "failed")
     assert "random:1" in rows["a"]["notes"][-1]
     for name in ("a", "b"):
+        names.mark_refused(name, "", "folder")
+    assert {row["name"]: row for row in rig.scheduler.listing.models()} == rows
+    for name in ("a", "b", lost):
         names.mark_refused(name, "", "[[model]]")
     rows = {row["name"]: row for row in rig.scheduler.listing.models()}
-    assert "b" not in rows
-    assert not rows["a"]["notes"]
+    assert rows.keys() == {"a", "c"}
+    assert (rows["a"]["notes"], rows["c"]["reason"]) == ([], "no program")
 
 
 def test_another_clients_name_is_taken_though_it_asks_for_the_same(rig: Rig) -> None:

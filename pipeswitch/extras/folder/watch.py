@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import re
 import select
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from ...base.config import Config
-from ...base.errors import InvalidInput, ModelNotFound, ServerUnavailable
+from ...base.errors import InvalidInput, ModelNotFound, PipeSwitchError, ServerUnavailable
 from ...base.plain_files import write_whole
 from ...base.settings import NAME_PATTERN
 from ...ipc.channel import Channel
@@ -40,9 +41,13 @@ MAX_DEATHS: Final = 5
 SETTING: Final = "[server] models"
 STATE_FILE: Final = "folder.json"  # in the state directory: what was registered from the folder
 SOURCES: Final = ("*.bundle", "*.pt2", "*.gguf", "*.safetensors")
+READ: Final = (*SOURCES, "*.json", "*.jinja", "*.model", "vocab.txt", "merges.txt")
+VERSION: Final = re.compile("[1-9][0-9]*")
+TRIAL: Final = "folder-trial"  # model that a program is first registered as, if it replaces another
+MOVING: Final = frozenset({"building", "storing", "leaving"})
 
 Place = tuple[int, tuple[tuple[str, int, int], ...]]
-"""Version (0: there is none), and path, size and time of each of its files."""
+"""Version (0: there is none), and path, size and time of each of its files that are read."""
 Places = Mapping[str, Place]
 
 
@@ -52,6 +57,7 @@ class Record(msgspec.Struct, frozen=True):
     place: Place
     program: str  # digest of its program; empty: unknown
     is_ours: bool  # the model is from this folder, and is removed with it
+    digest: str  # of the version; if the model has it no more, a user has registered another
 
 
 class FolderEffects:
@@ -73,7 +79,7 @@ class FolderEffects:
         assert isinstance(message, HelperFailed)
         name, _, reason = message.reason.partition(": ")
         if reason:
-            log.error("%s: %s", SETTING, message.reason)
+            log.error("%s: %s", SETTING, message.reason.removeprefix(": "))
         if NAME_PATTERN.fullmatch(name):
             self._context.refused_models.append((ModelName(name), reason, "version in the folder"))
             self._context.take(Tick())
@@ -94,7 +100,8 @@ def run(values: bytes, channel: Channel, _: Sequence[int]) -> int:
     from ...client.client import Client
 
     def report(name: str, text: str) -> None:
-        channel.send(HelperFailed(op_id=OpId(0), reason=f"{name}: {text}"))
+        reason = f"{name}: {text}".encode(errors="replace").decode()  # it may have a file's name
+        channel.send(HelperFailed(op_id=OpId(0), reason=reason))
 
     with Client() as client:
         root, state = map(Path, json.loads(values))
@@ -104,12 +111,15 @@ def run(values: bytes, channel: Channel, _: Sequence[int]) -> int:
     return 0
 
 
-def decide(before: Places, now: Places, *done: Places) -> tuple[list[str], list[str]]:
-    """Return the names to remove, and those to register, after two looks at the folder.
-    ``done`` are the places that were registered, and those that were refused."""
-    gone = dict.fromkeys(name for places in done for name in places if name not in now)
+def decide(before: Places | None, now: Places, *done: Places) -> list[str]:
+    """Return the names to remove or to register, after two looks at the folder. ``before``: the
+    look before, if there is one. ``done``: places that were registered, and that were refused."""
+    if before is None:
+        return []
+    names = dict.fromkeys(name for places in done for name in places)
+    gone = [name for name in names if name not in now and name not in before]
     new = [name for name, place in now.items() if before.get(name) == place]
-    return [*gone], [name for name in new if all(one.get(name) != now[name] for one in done)]
+    return [*gone, *(name for name in new if all(one.get(name) != now[name] for one in done))]
 
 
 class Folder:
@@ -119,53 +129,65 @@ class Folder:
         self, root: Path, state: Path, client: Any, report: Callable[[str, str], None]
     ) -> None:
         self._root, self._state, self._client, self._report = root, state, client, report
-        self._before: Places = {}
-        self._fault = ""  # why the folder could not be read
+        self._before: Places | None = None
+        self._faults: set[str] = set()  # of the last look; each is reported once
         self._refused: dict[str, Place] = {}
         saved = state.read_bytes() if state.exists() else b"{}"
         self._records = msgspec.json.decode(saved, type=dict[str, Record])
 
     def look(self) -> None:
         """Register new models and versions, and unregister those whose folder has gone."""
+        before, self._before = self._before, None
+        faults, names = set[str](), list[str]()
+        done = self._refused, {name: one.place for name, one in self._records.items()}
         try:
-            now = places(self._root)
+            now = places(self._root, {**done[0], **done[1]}, faults)
             if self._records and not now:
                 raise FileNotFoundError(
                     0, "empty, perhaps not mounted: no model is removed", self._root
                 )
+            names, self._before = decide(before, now, *done), now
         except OSError as error:  # unmounted or changing: remove no model
-            fault = f"{error.filename}: {error.strerror}"
-            if fault != self._fault:
-                self._report("", fault)
-            self._fault, self._before = fault, {}
-            return
-        registered = {name: one.place for name, one in self._records.items()}
-        gone, new = decide(self._before, now, registered, self._refused)
-        with contextlib.suppress(ServerUnavailable):  # the server starts or drains: retried
-            for name in gone:
-                self._remove(name)
-            for name in new:
-                self._take(name, now[name])
-        self._fault, self._before = "", now
+            faults = {f"{error.filename}: {error.strerror}"}
+        for name in names:
+            try:
+                self._take(name, now[name]) if name in now else self._remove(name)
+            except ServerUnavailable:  # the server or the model starts or ends: retried
+                continue
+            except PipeSwitchError as error:
+                faults.add(f"{name}: not removed: {error}")
+        for fault in sorted(faults - self._faults):
+            self._report("", fault)
+        self._faults = faults
 
     def _take(self, name: str, place: Place) -> None:
-        """Register a version; if it is refused, again the one that left for it."""
-        served = self._records.get(name)
+        """Register a version, or report why it is refused."""
         try:
             self._save(name, self._register(name, place))
         except ServerUnavailable:
             raise
         except Exception as error:  # of one model; the others go on
-            if served is not None and name not in self._records:
-                self._take(name, served.place)
             self._refused[name] = place
-            self._report(name, f"version {place[0]}: {error}")
+            self._report(name, f"version {place[0]}: {error}".replace(TRIAL, name))
+
+    def _versions(self, name: str) -> tuple[list[dict[str, Any]], bool]:
+        """Return the rows of a served model, and whether it is from this folder or absent; raise
+        ServerUnavailable while a version comes or goes."""
+        rows = [row for row in self._client.models(versions=True) if row["name"] == name]
+        if any(row.get("state") in MOVING for row in rows):
+            raise ServerUnavailable(f"{name} is being registered or unregistered")
+        rows = [row for row in rows if row.get("state") != "failed"]
+        record = self._records.get(name)
+        digest = record.digest if record is not None and record.is_ours else ""
+        return rows, not rows or any(row.get("digest") == digest for row in rows)
 
     def _register(self, name: str, place: Place) -> Record:
-        """Register a version: weights alone if they suffice or the program is unchanged."""
+        """Register a version: weights alone if they suffice or the program is unchanged.
+        Another program must register before the model leaves for it."""
         from ...cli.models import converted
 
-        register, before = self._client.register, self._records.get(name, Record(place, "", False))
+        register, before = self._client.register, self._records.get(name)
+        rows, is_ours = self._versions(name)
         source = weights = source_in(self._root / name / str(place[0]))
         program = ""
         with contextlib.ExitStack() as stack:
@@ -177,21 +199,33 @@ class Folder:
                 program = hashlib.sha256(text.encode()).hexdigest()
                 weights = Path(stack.enter_context(tempfile.TemporaryDirectory()), "w.safetensors")
                 weights.symlink_to(source)
-            if source.suffix == ".safetensors" or (program and program == before.program):
-                register(name, weights=weights, as_version=True)
-                return Record(place, before.program, before.is_ours)
-            if before.is_ours:
-                self._remove(name)
-            if program:
-                register(name, source)
-            elif source.suffix == ".gguf":
-                register(name, f"hf:{source}", generate=True)
-            else:
-                register(name, f"hf:{source}", weights="pretrained", generate=_generates(source))
-        return Record(place, program, is_ours=True)
+            last = "" if before is None else before.program
+            if source.suffix == ".safetensors" or (rows and program and program == last):
+                reply = register(name, weights=weights, as_version=True)
+                return Record(place, last, is_ours, reply["digest"])
+            options: dict[str, Any] = {"source": source}
+            if not program:
+                options["source"] = f"hf:{source}"
+                options["generate"] = source.suffix == ".gguf" or _generates(source)
+                options |= {} if source.suffix == ".gguf" else {"weights": "pretrained"}
+            if rows and is_ours:
+                options["priority"] = rows[0]["priority"]
+                options["pin"] = any(row["pinned"] for row in rows)
+                self._drop(TRIAL)  # of a watcher that ended
+                register(TRIAL, **options)
+                stack.callback(self._drop, TRIAL)
+                self._client.unregister(name)
+                options["aliases"] = rows[0]["aliases"]
+            reply = register(name, **options)
+        return Record(place, program, is_ours, reply["digest"])
+
+    def _drop(self, name: str) -> None:
+        with contextlib.suppress(PipeSwitchError):
+            self._client.unregister(name)
 
     def _remove(self, name: str) -> None:
-        if name in self._records and self._records[name].is_ours:
+        record = self._records.get(name)
+        if record is not None and self._versions(name)[1] and record.is_ours:
             with contextlib.suppress(ModelNotFound):  # a user has unregistered it
                 self._client.unregister(name)
         self._save(name, None)
@@ -204,19 +238,30 @@ class Folder:
         write_whole(self._state, msgspec.json.encode(self._records))
 
 
-def places(root: Path) -> dict[str, Place]:
-    """Return the highest version of each name in a folder; raise OSError if a part is unreadable.
+def places(root: Path, former: Places, faults: set[str]) -> dict[str, Place]:
+    """Return the highest version of each name in a folder; raise OSError if it is unreadable.
 
-    A name without a version is there too: its files may be in the wrong place.
+    A name without a version is there too: its files may be in the wrong place. One that cannot be
+    read keeps its ``former`` place. What cannot be read or be a name is added to ``faults``.
     """
     listing: dict[str, Place] = {}
     for folder in root.iterdir():
-        if folder.is_dir() and folder.name[0] != ".":
-            numbers = [int(one.name) for one in folder.iterdir() if one.name.isdecimal()]
+        name = folder.name
+        try:
+            if name[0] == "." or not folder.is_dir():
+                continue
+            if not NAME_PATTERN.fullmatch(name):
+                faults.add(f"{name!r} is not a model's name ({NAME_PATTERN.pattern})")
+                continue
+            numbers = [int(one.name) for one in folder.iterdir() if VERSION.fullmatch(one.name)]
             version = max(numbers, default=0)
-            paths = sorted((folder / str(version)).rglob("*"))
-            facts = [(str(path), path.stat()) for path in paths if path.is_file()]
-            listing[folder.name] = version, tuple((p, s.st_size, s.st_mtime_ns) for p, s in facts)
+            paths = sorted((folder / str(version)).iterdir()) if version else []
+            paths = [path for path in paths if any(map(path.match, READ)) and path.is_file()]
+            facts = [(ascii(path.name), path.stat()) for path in paths]
+            listing[name] = version, tuple((p, s.st_size, s.st_mtime_ns) for p, s in facts)
+        except OSError as error:
+            faults.add(f"{error.filename}: {error.strerror}")
+            listing |= {name: former[name]} if name in former else {}
     return listing
 
 

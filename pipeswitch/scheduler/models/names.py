@@ -42,6 +42,7 @@ class Names:
         self.leaving: dict[ModelName, Model] = {}
         self.failed: dict[ModelName, Model] = {}
         self._has_gone = False  # a model was removed, but not its files
+        self._marks: dict[tuple[ModelName, str], Model] = {}  # failed models of ``mark_refused``
 
     def pump(self, *, is_idle: bool) -> None:
         """Finish unregistrations whose model is idle now.
@@ -189,14 +190,20 @@ class Names:
         self._core.emit(ModelRemoved(model=model.name, failure=model.reason, aliases=aliases))
 
     def mark_refused(self, name: ModelName, reason: str, what: str) -> None:
-        """Show why a registration by the server was refused: as a note of the served model, or as
-        failed. An empty reason removes either."""
+        """Show why the server's registration of ``what`` was refused: as a note of the served
+        model, or as failed, unless a model with the name failed. An empty reason removes either."""
+        text = f"its {what} was refused: "
+        own, there = self._marks.get((name, what)), self.failed_of(name)
         if (served := self._machine.served.get(name)) is not None:
-            served.note = reason and f"its {what} was refused: {reason}"
+            if reason or served.note.startswith(text):
+                served.note = reason and text + reason
+        elif any(one is not own for one in there):
+            return
         elif reason:
             self.mark_lost(name, reason)
+            self._marks[name, what] = self.failed[name]
         else:
-            self.drop_failed(self.failed_of(name))
+            self.drop_failed(there)
 
     def drop_failed(self, models: Iterable[Model]) -> None:
         """Remove models that could not be restored, also from the journal."""
