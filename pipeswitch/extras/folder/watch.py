@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from ...base.config import Config
-from ...base.errors import InvalidInput, ModelNotFound, PipeSwitchError, ServerUnavailable
+from ...base.errors import AlreadyExists, InvalidInput, ModelNotFound, ServerUnavailable
 from ...base.plain_files import write_whole
 from ...base.settings import NAME_PATTERN
 from ...ipc.channel import Channel
@@ -116,8 +116,7 @@ def decide(before: Places | None, now: Places, *done: Places) -> list[str]:
     look before, if there is one. ``done``: places that were registered, and that were refused."""
     if before is None:
         return []
-    names = dict.fromkeys(name for places in done for name in places)
-    gone = [name for name in names if name not in now and name not in before]
+    gone = dict.fromkeys(name for places in done for name in places if name not in {*before, *now})
     new = [name for name, place in now.items() if before.get(name) == place]
     return [*gone, *(name for name in new if all(one.get(name) != now[name] for one in done))]
 
@@ -143,50 +142,43 @@ class Folder:
         try:
             now = places(self._root, {**done[0], **done[1]}, faults)
             if self._records and not now:
-                raise FileNotFoundError(
-                    0, "empty, perhaps not mounted: no model is removed", self._root
-                )
+                raise OSError(0, "empty, perhaps not mounted: no model is removed", self._root)
             names, self._before = decide(before, now, *done), now
         except OSError as error:  # unmounted or changing: remove no model
             faults = {f"{error.filename}: {error.strerror}"}
         for name in names:
             try:
-                self._take(name, now[name]) if name in now else self._remove(name)
+                self._register(name, now[name]) if name in now else self._remove(name)
             except ServerUnavailable:  # the server or the model starts or ends: retried
                 continue
-            except PipeSwitchError as error:
-                faults.add(f"{name}: not removed: {error}")
+            except Exception as error:  # of one model; the others go on
+                if name in now:
+                    self._refused[name] = now[name]
+                    self._report(name, f"version {now[name][0]}: {error}".replace(TRIAL, name))
+                else:
+                    faults.add(f"{name}: not removed: {error}")
         for fault in sorted(faults - self._faults):
             self._report("", fault)
         self._faults = faults
-
-    def _take(self, name: str, place: Place) -> None:
-        """Register a version, or report why it is refused."""
-        try:
-            self._save(name, self._register(name, place))
-        except ServerUnavailable:
-            raise
-        except Exception as error:  # of one model; the others go on
-            self._refused[name] = place
-            self._report(name, f"version {place[0]}: {error}".replace(TRIAL, name))
 
     def _versions(self, name: str) -> tuple[list[dict[str, Any]], bool]:
         """Return the rows of a served model, and whether it is from this folder or absent; raise
         ServerUnavailable while a version comes or goes."""
         rows = [row for row in self._client.models(versions=True) if row["name"] == name]
+        rows = [row for row in rows if row.get("state") != "failed"]
         if any(row.get("state") in MOVING for row in rows):
             raise ServerUnavailable(f"{name} is being registered or unregistered")
-        rows = [row for row in rows if row.get("state") != "failed"]
         record = self._records.get(name)
         digest = record.digest if record is not None and record.is_ours else ""
         return rows, not rows or any(row.get("digest") == digest for row in rows)
 
-    def _register(self, name: str, place: Place) -> Record:
+    def _register(self, name: str, place: Place) -> None:
         """Register a version: weights alone if they suffice or the program is unchanged.
         Another program must register before the model leaves for it."""
         from ...cli.models import converted
 
-        register, before = self._client.register, self._records.get(name)
+        register = self._client.register
+        before = self._records.get(name, Record(place, "", is_ours=False, digest=""))
         rows, is_ours = self._versions(name)
         source = weights = source_in(self._root / name / str(place[0]))
         program = ""
@@ -199,10 +191,10 @@ class Folder:
                 program = hashlib.sha256(text.encode()).hexdigest()
                 weights = Path(stack.enter_context(tempfile.TemporaryDirectory()), "w.safetensors")
                 weights.symlink_to(source)
-            last = "" if before is None else before.program
-            if source.suffix == ".safetensors" or (rows and program and program == last):
+            if source.suffix == ".safetensors" or (rows and program == before.program != ""):
                 reply = register(name, weights=weights, as_version=True)
-                return Record(place, last, is_ours, reply["digest"])
+                self._save(name, Record(place, before.program, is_ours, reply["digest"]))
+                return
             options: dict[str, Any] = {"source": source}
             if not program:
                 options["source"] = f"hf:{source}"
@@ -211,23 +203,25 @@ class Folder:
             if rows and is_ours:
                 options["priority"] = rows[0]["priority"]
                 options["pin"] = any(row["pinned"] for row in rows)
-                self._drop(TRIAL)  # of a watcher that ended
+                self._unregister(TRIAL)  # of a watcher that ended
                 register(TRIAL, **options)
-                stack.callback(self._drop, TRIAL)
-                self._client.unregister(name)
+                stack.callback(self._unregister, TRIAL)
+                self._unregister(name)
                 options["aliases"] = rows[0]["aliases"]
             reply = register(name, **options)
-        return Record(place, program, is_ours, reply["digest"])
+            self._save(name, Record(place, program, is_ours, reply["digest"]))
 
-    def _drop(self, name: str) -> None:
-        with contextlib.suppress(PipeSwitchError):
+    def _unregister(self, name: str) -> None:
+        try:
             self._client.unregister(name)
+        except ModelNotFound:  # a user has unregistered it
+            pass
+        except AlreadyExists as error:
+            raise ServerUnavailable(str(error)) from error  # still being registered: retried
 
     def _remove(self, name: str) -> None:
-        record = self._records.get(name)
-        if record is not None and self._versions(name)[1] and record.is_ours:
-            with contextlib.suppress(ModelNotFound):  # a user has unregistered it
-                self._client.unregister(name)
+        if self._versions(name)[1] and name in self._records and self._records[name].is_ours:
+            self._unregister(name)
         self._save(name, None)
 
     def _save(self, name: str, record: Record | None) -> None:
@@ -251,8 +245,7 @@ def places(root: Path, former: Places, faults: set[str]) -> dict[str, Place]:
             if name[0] == "." or not folder.is_dir():
                 continue
             if not NAME_PATTERN.fullmatch(name):
-                faults.add(f"{name!r} is not a model's name ({NAME_PATTERN.pattern})")
-                continue
+                raise OSError(0, f"not a model's name ({NAME_PATTERN.pattern})", ascii(name))
             numbers = [int(one.name) for one in folder.iterdir() if VERSION.fullmatch(one.name)]
             version = max(numbers, default=0)
             paths = sorted((folder / str(version)).iterdir()) if version else []

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipeswitch.base.errors import AlreadyExists, InvalidInput, ModelNotFound
-from pipeswitch.extras.folder.watch import TRIAL, Folder, Places, decide, places, source_in
+from pipeswitch.base.errors import AlreadyExists, InvalidInput, PermissionDenied
+from pipeswitch.extras.folder.watch import Folder, Places, decide, places, source_in
 
 ONE, GROWN, TWO = (1, (("a", 3, 1),)), (1, (("a", 9, 2),)), (2, (("a", 3, 1),))
 
@@ -35,120 +35,88 @@ def test_a_stable_place_is_new_once_and_a_name_missing_twice_has_gone(
     assert decide(*looks, *done) == names
 
 
-class Server:
-    """Client of a server without models' bytes; it refuses sources whose file is empty."""
+class Server(dict[str, dict[str, Any]]):
+    """Client of a server with these rows. It refuses empty sources, and to remove an ``error``."""
 
     def __init__(self, root: Path) -> None:
-        self.rows: dict[str, dict[str, Any]] = {}
-        self.reports: list[tuple[str, str]] = []
+        self.root, self.reports = root, list[tuple[str, str]]()
         self.folder = Folder(
-            root, root.parent / "state", self, lambda *words: self.reports.append(words)
+            root, root.parent / "state", self, lambda *one: self.reports.append(one)
         )
+        self.looks(**{"keep/1": "keep", "m/1": "one"})
 
-    def looks(self) -> None:
-        self.folder.look()
-        self.folder.look()
+    def looks(self, **sources: str) -> None:
+        for version, data in sources.items():
+            (self.root / version).mkdir(parents=True, exist_ok=True)
+            (self.root / version / "m.gguf").write_text(data)
+        for _ in range(2):
+            self.folder.look()
 
     def models(self, *, versions: bool) -> list[dict[str, Any]]:
-        return [*self.rows.values()]
+        return [*self.values()]
 
     def unregister(self, name: str) -> None:
-        if name not in self.rows:
-            raise ModelNotFound(name)
-        if self.rows[name]["state"] == "stuck":
-            raise AlreadyExists(name)
-        del self.rows[name]
+        if error := self.get(name, {}).get("error"):
+            raise error
+        self.pop(name, None)
 
-    def register(self, name: str, source: str, **options: Any) -> dict[str, Any]:
-        digest = Path(source.removeprefix("hf:")).read_text()
-        if not digest or self.rows.get(name, {"digest": digest})["digest"] != digest:
-            raise AlreadyExists(f"{name} cannot be {source}")
-        row = {"name": name, "state": "ready", "digest": digest, "priority": "normal"}
-        options["pinned"] = options.pop("pin", False)
-        return self.rows.setdefault(name, {**row, "aliases": [], **options})
+    def register(self, name: str, source: str, pin: bool = False, **options: Any) -> dict[str, Any]:
+        if not (digest := Path(source.removeprefix("hf:")).read_text()):
+            raise InvalidInput(name)
+        row = {"name": name, "state": "ready", "digest": digest, "pinned": pin}
+        return self.setdefault(name, {**row, "priority": "normal", "aliases": [], **options})
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Server:
-    put(tmp_path / "models/keep/1", "keep")
-    put(tmp_path / "models/m/1", "one")
-    return Server(tmp_path / "models")
-
-
-def put(version: Path, data: str) -> None:
-    version.mkdir(parents=True, exist_ok=True)
-    (version / "m.gguf").write_text(data)
-
-
-@pytest.mark.parametrize("state", ["storing", "stuck"])
-def test_a_model_that_starts_leaves_or_is_replaced_later(
-    server: Server, tmp_path: Path, state: str
+@pytest.mark.parametrize(
+    ("row", "reports"),
+    [
+        ({"state": "storing"}, []),
+        ({"error": AlreadyExists("still being registered")}, []),
+        ({"error": PermissionDenied("no owner")}, ["keep", ""]),
+    ],
+)
+def test_a_model_that_stays_is_removed_or_replaced_later(
+    tmp_path: Path, row: dict[str, Any], reports: list[str]
 ) -> None:
-    server.looks()
-    server.rows["m"]["state"] = state
-    put(tmp_path / "models/m/2", "two")
-    if state == "stuck":
-        shutil.rmtree(tmp_path / "models/m")
-    for _ in range(3):
-        server.looks()
-    assert server.rows["m"]["digest"] == "one"
-    assert len(server.reports) == (state == "stuck")
-    server.rows["m"]["state"] = "ready"
-    server.looks()
-    assert server.rows.get("m", {}).get("digest") == {"storing": "two"}.get(state)
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_users_model_stays_when_the_folder_goes(
-    server: Server, tmp_path: Path, is_first: bool
-) -> None:
-    if not is_first:
-        server.looks()
-        server.unregister("m")
-    source = tmp_path / "m.gguf"
-    source.write_text("one" if is_first else "another")
-    server.register("m", str(source))
-    server.looks()
+    server = Server(tmp_path / "models")
+    before = {name: server.pop(name) for name in ("keep", "m")}
+    server |= {name: before[name] | row for name in before}
     shutil.rmtree(tmp_path / "models/m")
-    shutil.rmtree(tmp_path / "models/keep")
-    (tmp_path / "models/other").mkdir()
+    server.looks(**{"keep/2": "two"})
     server.looks()
+    assert ([name for name, _ in server.reports], server.keys()) == (reports, before.keys())
+    server |= before
     server.looks()
-    assert [*server.rows] == ["m"]
+    assert {one: server[one]["digest"] for one in server} == {"keep": "keep" if reports else "two"}
 
 
-def test_a_program_takes_over_the_options_and_a_refused_one_leaves_the_served(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_users_model_stays_when_the_folder_goes(tmp_path: Path) -> None:
+    server = Server(tmp_path / "models")
+    server |= {name: {**server["m"], "name": name, "digest": "user"} for name in ("m", "n")}
+    server.looks(**{"n/1": "user"})
+    for name in ("m", "n"):
+        shutil.rmtree(tmp_path / "models" / name)
     server.looks()
-    kept = {"priority": "high", "aliases": ["gpt"], "pinned": True}
-    server.rows["m"] |= kept
-    put(tmp_path / "models/m/1", "")  # in place
-    server.looks()
-    assert server.rows["m"]["digest"] == "one"
-    ((name, text),) = server.reports
-    assert (name, TRIAL in text) == ("m", False)
-    put(tmp_path / "models/m/2", "two")
-    server.looks()
-    assert server.rows["m"].items() >= {**kept, "digest": "two"}.items()
-    assert server.rows.keys() == {"keep", "m"}
+    assert server.keys() == {"keep", "m", "n"}
 
 
-def test_one_faulty_name_is_reported_once_and_hides_no_other(
-    server: Server, tmp_path: Path
-) -> None:
-    server.looks()
+def test_a_program_takes_over_the_options_and_a_refused_one_nothing(tmp_path: Path) -> None:
+    server = Server(tmp_path / "models")
+    row = server["m"] = {**server["m"], "priority": "high", "aliases": ["gpt"], "pinned": True}
+    server.looks(**{"m/1": ""})  # in place
+    assert (server["m"], len(server.reports)) == (row, 1)
+    server.looks(**{"m/2": "two"})
+    assert server == {"keep": server["keep"], "m": {**row, "digest": "two"}}
+
+
+def test_a_faulty_name_is_reported_once_and_hides_no_other(tmp_path: Path) -> None:
+    server = Server(tmp_path / "models")
     shutil.rmtree(tmp_path / "models/m/1")
     (tmp_path / "models/m/1").touch()  # unreadable as a folder
-    (tmp_path / "models/keep: x").mkdir()
-    (tmp_path / "models/b\udcff").mkdir()
-    put(tmp_path / "models/new/1", "new")
-    put(tmp_path / "models/new/01", "")
-    put(tmp_path / "models/new/\u0662", "")
+    sources = {f"{name}/1": "" for name in ("keep: x", "b\udcff", "new/01", "new/\u0662")}
+    server.looks(**sources, **{"new/1": "new"})
     server.looks()
-    server.looks()
-    assert server.rows.keys() == {"keep", "m", "new"}
-    assert len(server.reports) == 3
+    assert ({*server}, len(server.reports)) == ({"keep", "m", "new"}, 3)
     assert all(not name and text.isascii() for name, text in server.reports)
 
 
