@@ -19,12 +19,10 @@ import msgspec
 
 from ..base.errors import PipeSwitchError, RegistrationRefused, to_wire
 from ..base.failpoints import reach
-from ..commits.area import CommitArea, slot_bytes_of
-from ..ipc.messages.base import JobName, Message, ModelName
+from ..ipc.messages.base import Message, ModelName
 from ..ipc.messages.builder import BuildDone, BuildFailed, BuildProgress, BuildSettings
 from ..programs import spec as specs
 from ..programs.compiler.build_process import work_prefix
-from ..programs.compiler.revision import revise
 from ..programs.graphs.manifest_check import check_claims
 from ..programs.interface.layout import Manifest
 from ..programs.interface.packing import Layout
@@ -78,8 +76,7 @@ class Builds:
         self._sizes, self._places, self._children = context.sizes, context.places, context.children
         self._take = context.take  # adds an event, which is handled after the current one
         self._memory = context.memory
-        self._frontend, self._disk = context.frontend, context.frontend.disk
-        self._remove_files = context.frontend.uploads.remove
+        self._disk, self._remove_files = context.frontend.disk, context.frontend.uploads.remove
         self._planned_folders = planned_folders
         self.built_before: dict[bytes, str] = {}  # spec in the journal -> program's digest
         self._under_way: dict[ModelName, tuple[str, float]] = {}  # build's stage, and its start
@@ -130,10 +127,6 @@ class Builds:
 
     def _build(self, command: StartBuild, spec: bytes, digest: str = "") -> None:
         """Fork a builder; ``digest``: of the program that the journal names."""
-        unpacked = msgspec.msgpack.decode(spec, type=specs.BuildSpec)
-        if unpacked.commit_of and not digest:
-            self._revise(command, unpacked)
-            return
         done: list[BuildDone] = []
         builder, began_s = _builder(command), time.monotonic()
         self._under_way[command.model] = "start", began_s
@@ -174,34 +167,6 @@ class Builds:
         environment = [self._memory.environment] if specs.needs_more(spec) else []
         self._children.fork(builder, "pipeswitch-bld", settings, environment, on_message, on_exit)
 
-    def _revise(self, command: StartBuild, spec: specs.BuildSpec) -> None:
-        """Write a version with a commit's weights, without a builder, on the writer's thread."""
-        folder = self._places.models / f"{work_prefix(command.op_id)}version"
-        descriptor = self._memory.commits.get(JobName(spec.commit_of))
-        area = None if descriptor is None else CommitArea(descriptor, slot_bytes_of(descriptor))
-
-        def work() -> None:
-            try:
-                own = {"digest": revise(spec, area, folder).digest, "folder": folder.name}
-            except PipeSwitchError as error:
-                failed(error)
-            else:
-                done = BuildDone(model=command.model, op_id=command.op_id, **own)
-                self._frontend.call_soon(lambda: end(done, None))
-
-        def end(done: BuildDone | None, error: PipeSwitchError | None) -> None:
-            if done is not None:
-                self._publish(command, done, command.spec)
-            elif error is not None:
-                self._refuse(command, error)
-            shutil.rmtree(folder, ignore_errors=True)
-            self._take(Exited(_builder(command), 0))
-
-        def failed(error: PipeSwitchError) -> None:
-            self._frontend.call_soon(lambda: end(None, error))
-
-        self._frontend.uploads.run_later(work, failed)
-
     def manifest_of(self, digest: str) -> Manifest | None:
         """Return the manifest of a program on the disk; None if it is unreadable."""
         try:
@@ -209,10 +174,16 @@ class Builds:
         except RegistrationRefused:
             return None
 
-    def _refuse(self, command: StartBuild | BuildDone, error: PipeSwitchError) -> None:
+    def _refuse(self, command: StartBuild, error: PipeSwitchError) -> None:
         wire = to_wire(error)
-        own = {"error": wire.pop("type"), **wire}
-        failed = BuildFailed(model=command.model, op_id=command.op_id, **own)
+        failed = BuildFailed(
+            model=command.model,
+            op_id=command.op_id,
+            error=wire["type"],
+            message=wire["message"],
+            hint=wire["hint"],
+            data=wire["data"],
+        )
         self._take(Received(_builder(command), failed))
 
     def _kept_of(self, spec: bytes) -> Manifest | None:
@@ -265,8 +236,7 @@ class Builds:
             if not specs.is_batched_as_requested(built, spec):
                 raise RegistrationRefused("build", "requests are batched as its owner asked")
             digest = self._places.name_for(command.tenant, message.digest)
-            own = self._places.name_for(command.tenant, specs.content_digest(built))
-            if before is None and known_digest not in ("", digest, own):
+            if before is None and known_digest not in ("", digest):
                 raise RegistrationRefused("bundle", "its files on disk are damaged")
             message = msgspec.structs.replace(message, digest=digest)
             if built.digest != digest:
@@ -295,7 +265,14 @@ class Builds:
         try:
             manifest = specs.load_manifest(self._places.models / message.digest)
         except RegistrationRefused as error:
-            self._refuse(message, error)
+            failed = BuildFailed(
+                model=message.model,
+                op_id=message.op_id,
+                error="RegistrationRefused",
+                message=error.message,
+                data=error.data,
+            )
+            self._take(Received(builder, failed))
             return
         planned = tuple(find_planned(self._planned_folders, manifest.digest))
         self._take(Received(builder, message, manifest, planned))

@@ -52,7 +52,6 @@ class BuildSpec(BuildOptions, frozen=True, kw_only=True):
     bucket_bytes: int = 0  # 0: ``grouping.DEFAULT_BUCKET_BYTES``
     file: SourceFile | None = None  # file of its source or weights, for people
     registered_at_s: int = 0  # Unix time; 0: unknown
-    commit_of: str = ""  # job whose newest commit, in memory, has the weights
 
 
 def files_of(spec: bytes) -> list[Path]:
@@ -147,18 +146,11 @@ def is_same_content(one: Manifest, other: Manifest) -> bool:
 
     Derived weights may differ: another machine packs other calls, in another layout.
     """
-    if one.is_exact and other.is_exact:
-        return one.parts == other.parts
     plain, again = (
         (m.weights_sha256, m.head_sha256) if m.precision is None else m.precision.plain_sha256
         for m in (one, other)
     )
     return plain == again
-
-
-def content_digest(manifest: Manifest) -> str:
-    """Return a digest of an exact program's graph and weights, made of those of its parts."""
-    return hashlib.sha256("\n".join((checked_by(), *manifest.parts)).encode()).hexdigest()
 
 
 def weights_file(manifest: Manifest) -> str:
@@ -239,5 +231,5 @@ def rebuild_spec(spec: bytes, folder: Path) -> bytes:
     The original source may no longer exist: uploads are deleted.
     """
     unpacked = msgspec.msgpack.decode(spec, type=BuildSpec)
-    own = {"source": str(folder / BUNDLE_FILE), "weights": "", "adapter": "", "commit_of": ""}
+    own = {"source": str(folder / BUNDLE_FILE), "weights": "", "adapter": ""}
     return msgspec.msgpack.encode(msgspec.structs.replace(unpacked, **own))

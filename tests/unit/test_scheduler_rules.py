@@ -2985,25 +2985,6 @@ def weights_of(builds: list[Any]) -> list[str]:
     return [msgspec.msgpack.decode(build.spec)["weights"] for build in builds]
 
 
-def test_a_scripts_step_becomes_a_version_from_memory_or_else_from_a_copy(rig: Rig) -> None:
-    job, model = net_and_job(rig), rig.scheduler.machine.models["net"]
-    known = {"tensors": [msgspec.structs.replace(t, digest="d") for t in model.built.tensors]}
-    model.manifest = msgspec.structs.replace(model.built, head_sha256="d", **known)
-    script_publishes_and_commits(rig, job, 2, 4)
-    [build] = rig.commands(ev.StartBuild)
-    assert msgspec.msgpack.decode(build.spec)["commit_of"] == job.spec.name
-    own = {"model": build.model, "op_id": build.op_id, "error": "RegistrationRefused"}
-    rig.handle(received(BuildFailed(message="integers have changed", **own)))
-    assert not rig.sent(PublishCopied)
-    folder = is_copied(rig, job, 4)
-    assert rig.sent(PublishCopied)
-    rig.handle(exited(build.op_id, 0))
-    [build] = rig.commands(ev.StartBuild)
-    assert weights_of([build]) == [folder]
-    comes(rig, build)
-    assert versions_of(rig) == [(1, False), (2, True)]
-
-
 def test_each_publication_of_a_script_becomes_a_version_in_order(rig: Rig) -> None:
     job, folders, built, builds = net_and_job(rig), [], [], []
     for number, step in enumerate((5, 6, 7, 8), 2):

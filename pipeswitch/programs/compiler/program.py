@@ -35,6 +35,7 @@ from ..graphs.partition import default_plan, layers_of_graph, place
 from ..interface.dims import BATCH, Values, at_batch, batch_range, values_of, values_text
 from ..interface.groups import regrouped
 from ..interface.layout import KindSettings, Manifest
+from ..interface.matching import match
 from ..interface.odd_files import check_file
 from ..interface.packing import DERIVED_FILE
 from ..interface.pytree import argument_names
@@ -60,7 +61,6 @@ from .export import export_module, write_program
 from .model_folder import listed
 from .module_mode import build_module
 from .precision import PLAIN_CALLS, derive, stays_exact
-from .revision import write_weights
 from .sources import Loaded, example_specs, load_source
 from .statefulness import Fresh
 from .verify import Plain, acceptable_inputs, compare, load_image, with_digests
@@ -181,16 +181,15 @@ def _build_bundle(
     unused: list[str] = []
     if spec.adapter:
         weights = _merged(msgspec.structs.replace(spec, source=spec.origin))
-    is_file = bool(spec.weights) and weights is None
-    if is_file:
+    if spec.weights and weights is None:
         if not spec.weights.endswith(".safetensors"):
             raise RegistrationRefused(
                 f"weights {spec.weights!r}", "a bundle has its own weights", hint="omit weights"
             )
         weights = _weights_in(Path(spec.weights))
-    if weights is not None:
-        used, _ = write_weights(path, bundle.tensors, weights, spec.part, bundle.unsaved)
-        unused = _unused(weights, used) if is_file else []
+        unused = _unused(weights, _write_weights(path, bundle, weights, spec.part))
+    elif weights is not None:
+        _write_weights(path, bundle, weights, spec.part)
     shapes = _shapes_of(spec, bundle.graph)
     manifest = _finish_graph(bundle, spec, path, None, shapes, progress)
     if Path(spec.source).name == BUNDLE_FILE and weights is None:  # the program is built again
@@ -235,6 +234,22 @@ def _unused(weights: Mapping[str, Weight], used: Collection[str]) -> list[str]:
     names = [name.removeprefix("file.") for name in weights if name not in used]
     names = [name for name in names if not name.endswith("num_batches_tracked")]
     return [listed(names)] if names else []
+
+
+def _write_weights(
+    path: Path, bundle: Bundle, weights: Mapping[str, Weight], part: str
+) -> Collection[str]:
+    """Overwrite a bundle's weights in the file; names, dtypes, shapes and offsets stay the same.
+    Return the names of ``weights`` that it has."""
+    specs = {tensor.name: (tensor.dtype, tensor.shape) for tensor in bundle.tensors}
+    own = {name: (one.dtype, one.shape) for name, one in weights.items()}
+    names = match(specs, own, part, bundle.unsaved)
+    with path.open("r+b") as file:
+        for tensor in bundle.tensors:
+            if tensor.name in names:
+                file.seek(tensor.file_offset_bytes)
+                file.write(np.ascontiguousarray(weights[names[tensor.name]].values).data)
+    return {*names.values()}
 
 
 def _build_version(spec: BuildSpec, out_dir: Path, progress: Progress, disk_bytes: int) -> Manifest:

@@ -19,7 +19,7 @@ from .packing import Precision
 
 MAX_JOINED_BYTES: Final = 512 << 20  # maximum inputs of a padded batch; a worker copies them
 BUNDLE_FILE: Final = "program.bundle"  # in the folder of a program in graph mode
-ORIGIN: Final = ("commit_of", "file", "registered_at_s")  # fields that no variant takes over
+ORIGIN: Final = ("file", "registered_at_s")  # fields of a spec that change no program
 TENSOR_ALIGN_BYTES: Final = 512  # as in torch's caching allocator, so all kernels accept it
 CACHE: Final = "cache"  # input with one row for each earlier place of a sequence
 PADS: Final = {"length": "count", "past": "used"}  # ``Manifest.pads`` of a program with a cache
@@ -129,18 +129,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.precision is None:
             return {spec.name: (spec.dtype, spec.shape) for spec in self.tensors}
         return {name: (dtype, tuple(shape)) for name, dtype, shape in self.precision.weights}
-
-    @property
-    def is_exact(self) -> bool:
-        """True if it computes the calls of its module, and requests run alone: then versions with
-        other weights need no check. Programs of earlier releases have no digests of tensors."""
-        is_plain = self.precision is None and self.batching is None and "program" not in self.extra
-        return is_plain and all(self.parts)
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Digests of the bundle's head and of each tensor; an earlier release left some empty."""
-        return self.head_sha256, *[one.digest for one in self.tensors]
 
     @property
     def unsaved(self) -> Sequence[str]:

@@ -218,15 +218,14 @@ class Registry:
             self._admission.not_stored(model, changed_on_the_way(model.name))
         current = self._versions.current(model.base)
         its = current.manifest if current is not None and current is not model else None
-        is_same = manifest.is_exact and its and its.parts == manifest.parts
-        is_same = is_same or (its and its.digest == manifest.digest)
-        if current and is_same and self._is_new(model):
+        if current and its and its.digest == manifest.digest and self._is_new(model):
             self._leave_as_it_is(model, current)
             return
         before, model.manifest = model.manifest, manifest
         model.state.apply(ModelEvent.BUILT, f"digest {manifest.digest[:12]}")
-        is_kept = before is not None and before.parts == manifest.parts  # else packed again
-        lent = self.registrations[model.name].lent if is_kept else ()
+        tensors = () if before is None else before.tensors
+        is_kept = [one.digest for one in tensors] == [one.digest for one in manifest.tensors]
+        lent = self.registrations[model.name].lent if is_kept else ()  # else it was packed again
         devices = self._machine.devices
         try:
             for device in devices:

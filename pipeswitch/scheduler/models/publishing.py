@@ -51,8 +51,6 @@ class Publication:
     op_id: OpId = NO_OP_ID  # operation id of its copy
     device: int = 0  # index of the device whose daemon copies
     directory: str = ""  # folder of the copied commit; empty: the job's own folder
-    in_memory: bool = False  # it is built from the commit in memory
-    was_refused: bool = False  # the weights in memory must be checked by a builder
     is_cancelled: bool = False  # it ends when the daemon no longer writes its folder
     version: Model | None = None
     registration: Registration | None = None
@@ -111,7 +109,13 @@ class Publishing:
             match(model.manifest.plain_weights, tensors, message.part, model.manifest.unsaved)
         except errors.PipeSwitchError as error:
             wire = errors.to_wire(error)
-            answer = PublishAnswered(op_id=message.op_id, error=wire.pop("type"), **wire)
+            answer = PublishAnswered(
+                op_id=message.op_id,
+                error=wire["type"],
+                message=wire["message"],
+                hint=wire["hint"],
+                data=wire["data"],
+            )
         else:
             self._accept(message.model, job.spec.name, message.step, message.part, None)
         device.send(worker.slot, answer, "signal")
@@ -160,10 +164,10 @@ class Publishing:
         """Begin the publications that can begin, and end the finished ones."""
         for name, line in list(self._lines.items()):
             for one in list(line):
-                if one.stage == "builds":
-                    self._poll(one)
                 if one.stage == "waits" and self._may_begin(one, line):
                     self._begin(one)
+                elif one.stage == "builds":
+                    self._poll(one)
             begun = [one for one in line if one.stage != "waits"]
             is_next = begun[:1] and begun[0].stage == "copied" and not self._is_awaited(name)
             if is_next and all(one.stage != "builds" for one in begun):
@@ -195,8 +199,6 @@ class Publishing:
                 )
         elif not job.memory.commit_slot_bytes:
             one.stage = "copied"
-        elif self._is_direct(one):
-            one.stage, one.in_memory = "copied", True
         elif (device := self._machine.jobs.home(job).state).daemon.is_ready:
             one.stage, one.op_id = "copies", self._core.next_op_id()
             one.device = device.index
@@ -205,14 +207,6 @@ class Publishing:
             device.daemon.send(
                 PersistCommit(job=name, op_id=one.op_id, directory=directory, is_lasting=False)
             )
-
-    def _is_direct(self, one: Publication) -> bool:
-        """Return True if the version can be made at once, of the commit in memory: the script makes
-        no other one meanwhile, no publication is before it, and its answers need no check."""
-        model = self._versions.current(one.name)
-        is_alone = all(other.stage == "waits" for other in self._lines[one.name])
-        is_exact = model is not None and model.manifest is not None and model.manifest.is_exact
-        return one.is_script and is_alone and is_exact and not one.was_refused
 
     def persisted(self, message: CommitPersisted) -> bool:
         """Record a finished copy. Return False if it belongs to no publication."""
@@ -268,8 +262,7 @@ class Publishing:
         weights = one.directory or f"{self._core.settings.commits_dir}/{one.job}"
         token = one.token
         one.stage, one.token = "builds", None  # the registry answers the client
-        origin = {"commit_of": one.job} if one.in_memory else {}
-        own = msgspec.msgpack.encode({"weights": weights, "part": one.part, **origin})
+        own = msgspec.msgpack.encode({"weights": weights, "part": one.part})
         one.version = self._begin_version(before, own, token)
         one.registration = self._registry.registrations[one.version.name]
 
@@ -287,18 +280,14 @@ class Publishing:
         is_building = one.version.state.state is ModelState.BUILDING
         if is_building and not one.directory and self._job_of(one) is None:
             self._registry.give_up(one.version, _no_job(one.job))  # no commit is left
-        error = one.registration.error
-        may_retry = one.in_memory and not isinstance(error, errors.Cancelled | None)
-        if may_retry and self._job_of(one) is not None:
-            one.stage, one.in_memory, one.was_refused = "waits", False, True
-        elif error is not None:
-            self._end(one, error)
+        if one.registration.error is not None:
+            self._end(one, one.registration.error)
         elif one.version.state.state not in UNDER_WAY:
             self._end(one, None)
 
     def _end(self, one: Publication, error: errors.PipeSwitchError | None) -> None:
         self._lines[one.name].remove(one)
-        if one.stage in ("waits", "copies") or one.in_memory:
+        if one.stage in ("waits", "copies"):
             self._tell_script(one)
         if one.directory:
             self._core.emit(DropPublished(directory=one.directory))
