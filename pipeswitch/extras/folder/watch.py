@@ -76,10 +76,10 @@ class FolderEffects:
         fork(address, "pipeswitch-fld", self._settings, [], self._reported, self._ended)
 
     def _reported(self, message: Message, __: list[int]) -> None:
-        assert isinstance(message, HelperFailed)
-        name, _, reason = message.reason.partition(": ")
+        text = message.reason if isinstance(message, HelperFailed) else ""
+        name, _, reason = text.partition(": ")
         if reason:
-            log.error("%s: %s", SETTING, message.reason.removeprefix(": "))
+            log.error("%s: %s", SETTING, text.removeprefix(": "))
         if NAME_PATTERN.fullmatch(name):
             self._context.refused_models.append((ModelName(name), reason, "version in the folder"))
             self._context.take(Tick())
