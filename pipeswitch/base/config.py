@@ -536,17 +536,17 @@ def load(
     return _with_directories(parse(tree, str(path or ""), origins), environ)
 
 
-def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return a warning for each variable with our prefix that nothing reads."""
+def misspelt_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return a warning for each variable with our prefix that nothing reads, if one is near."""
     full = {key: f"{name}__{key}" for name, cls in SECTIONS.items() for key in settings(cls)}
     others, texts = VARIABLES.split(", "), []
     full |= {name: name for name in others}
     for name in environ:
         prefix, _, word = name.lower().partition("_")
-        if prefix == "pipeswitch" and "__" not in word and word not in others:
-            _, *near = nearest(word, full).split('"')
-            guess = f"; did you mean PIPESWITCH_{full[near[0]].upper()}?" if near else ""
-            texts.append(f"unknown variable {name}{guess}")
+        is_odd = prefix == "pipeswitch" and "__" not in word and word not in others
+        if is_odd and (near := nearest(word, full)):
+            meant = full[near.split('"')[1]].upper()
+            texts.append(f"unknown variable {name}; did you mean PIPESWITCH_{meant}?")
     return texts
 
 

@@ -168,10 +168,10 @@ def http_of(about: Mapping[str, Any], what: str, verb: str) -> tuple[str, str]:
 
 
 def warn_of_variables() -> None:
-    """Warn of variables with our prefix that nothing reads."""
-    from ..base.config import unknown_variables
+    """Warn of variables with our prefix that nothing reads, if one is near."""
+    from ..base.config import misspelt_variables
 
-    for text in unknown_variables(os.environ):
+    for text in misspelt_variables(os.environ):
         views.echo(f"Warning: {text}", err=True)
 
 

@@ -41,6 +41,7 @@ from ..base.units import nearest
 from ..commits.commit_files import load_commit
 from ..commits.progress import HANDED_ON, read_life
 from ..scheduler.state import events as ev
+from ..scheduler.state.versions import split_name
 from ..wire.frames import VERSION, RequestHeader, decode_request
 from ..wire.stream import WireMessage
 from .disk import Disk
@@ -229,7 +230,7 @@ class Frontend:
             case ev.ModelRemoved(model=model, failure=failure, aliases=aliases):
                 self.inference.models.retract(model, failure, aliases)
                 self.sequences.retract(model)
-                self.requests.recent_ms.pop(model, None)
+                self.requests.recent_ms.pop(split_name(model), None)
             case ev.LoadCommits(request=request):
                 self._load(request, self._state_directory / "commits" / request.job)
 

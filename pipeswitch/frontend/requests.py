@@ -23,7 +23,7 @@ from ..ipc.messages.base import ModelName
 from ..programs.interface.layout import Manifest
 from ..scheduler.state.events import InferArrived, Reply, Token
 from ..scheduler.state.records import RunKind
-from ..scheduler.state.versions import split_name, version_name
+from ..scheduler.state.versions import version_name
 from ..wire.frames import RequestHeader
 from ..wire.request_timing import RequestTiming
 from .intake.request_log import RequestLog
@@ -110,7 +110,9 @@ class Requests:
         self.queue_full_count = 0  # requests that ended with QueueFull
         self.last_error = dict[str, str]()  # of inference: its model and text
         # Times of each version's last answered requests.
-        self.recent_ms = defaultdict[str, deque[float]](lambda: deque(maxlen=RECENT))
+        self.recent_ms = defaultdict[tuple[ModelName, int], deque[float]](
+            lambda: deque(maxlen=RECENT)
+        )
 
     @property
     def next_token(self) -> Token:
@@ -182,8 +184,8 @@ class Requests:
         """Return the median and the 99th percentile of each version's recent times."""
         at = {"p50_ms": 0.5, "p99_ms": 0.99}
         return {
-            model: {name: percentile(times, part) for name, part in at.items()}
-            for model, times in self.recent_ms.items()
+            version_name(*version): {name: percentile(times, part) for name, part in at.items()}
+            for version, times in self.recent_ms.items()
         }
 
     def progress(self, pending: Pending, answer: Reply) -> Outgoing:
@@ -255,7 +257,7 @@ class Requests:
         if pending.run is not None:
             pending.run.free()
         if pending.op in INFERS and is_sent and answer.timing is not None:
-            version = version_name(split_name(pending.model)[0], answer.timing.version)
+            version = pending.model, answer.timing.version
             self.recent_ms[version].append(answer.timing.total_ms)
             if len(self.recent_ms) > MAX_NAMES:  # of versions that left before their last answers
                 del self.recent_ms[next(iter(self.recent_ms))]

@@ -47,7 +47,7 @@ FAULTS = {
 def promtool() -> str:
     path_of_tool = shutil.which("promtool")
     if path_of_tool is None:
-        assert not os.environ.get("PIPESWITCH_NEED_PROMTOOL"), "this must run here"
+        assert not os.environ.get("TESTS_NEED_PROMTOOL"), "this must run here"
         pytest.skip("no promtool here: it is in Debian's package prometheus")
     return path_of_tool
 

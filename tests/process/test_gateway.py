@@ -767,9 +767,9 @@ def test_kserves_clients_ask_over_rest_and_grpc(
     checked: Checked, http: str, net: torch.nn.Module
 ) -> None:
     """Run kserve in another Python, because it installs 450 MB that no other test needs."""
-    python = os.environ.get("PIPESWITCH_KSERVE_PYTHON")
+    python = os.environ.get("TESTS_KSERVE_PYTHON")
     if not python:
-        pytest.skip("PIPESWITCH_KSERVE_PYTHON names no Python that has kserve")
+        pytest.skip("TESTS_KSERVE_PYTHON names no Python that has kserve")
     checked.client.register("plain", Doubled(), example_inputs=(torch.zeros(2, 4),))
     checked.client.register("long", Long(), example_inputs=(torch.zeros(2, 16),))
     actual = run(KSERVE, http, checked.running.grpc_address, python=python)
@@ -852,7 +852,7 @@ def test_prometheus_own_checker_has_nothing_to_say_of_the_metrics(http: str) -> 
     """Check the default metrics; Triton's names, which promtool rejects, are off by default."""
     promtool = shutil.which("promtool")
     if promtool is None:
-        assert not os.environ.get("PIPESWITCH_NEED_PROMTOOL"), "this must run here"
+        assert not os.environ.get("TESTS_NEED_PROMTOOL"), "this must run here"
         pytest.skip("no promtool here: it is in Debian's package prometheus")
     curl(http, "/v2/models/mlp/infer", "-d", ONES)
     text = scrape(http, "-H", f"Authorization: Bearer {TOKEN}")

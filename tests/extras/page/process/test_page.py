@@ -87,7 +87,7 @@ LOOK_BACK = r"""
 
 def program(*names: str) -> str:
     """Return the path of the first of these programs that is installed.
-    If none is, skip the test, or fail it if PIPESWITCH_NEED_BROWSER is set."""
+    If none is, skip the test, or fail it if TESTS_NEED_BROWSER is set."""
     for name in names:
         path_of_tool = shutil.which(name)
         if path_of_tool:
@@ -96,7 +96,7 @@ def program(*names: str) -> str:
 
 
 def without(why: str) -> Any:
-    if os.environ.get("PIPESWITCH_NEED_BROWSER"):
+    if os.environ.get("TESTS_NEED_BROWSER"):
         pytest.fail(f"the page test must run here, and there is {why}")
     pytest.skip(why)
 
