@@ -187,8 +187,8 @@ class ArenaAllocator:
         """Return an idle variant's place if the model costs less there.
 
         A variant costs the policy's price for the part of it that would have to be copied back,
-        less at the model's home, and nothing if the model is the version that replaced it: then
-        its last tasks are awaited, if no request waits for it.
+        less at the model's home, and nothing if the model replaced that version: then the old one's
+        tasks are awaited, if no request waits for it.
         """
         family, price, model = replica.family, (best.cost, 1.0), replica.model
         is_current = model.serving.state is VersionState.CURRENT
@@ -445,8 +445,8 @@ class HostStoreAllocator:
     def take(self, model: Model, lent: Lent = (), *, is_alone: bool = False) -> None:
         """Reserve the model's place; ``is_alone``: it shares no bytes.
 
-        It shares them if at least half are equal, or if it would not fit otherwise. With ``lent``,
-        of ``lent`` before a restart, it shares the same bytes, and the first such model also
+        It shares them if at least half are equal, or if it would not fit otherwise. ``lent``, of
+        ``lent()`` before a restart: it shares the same bytes, and the first such model also
         reserves their place.
 
         Raises:
