@@ -85,6 +85,8 @@ def serve(path: str | None, no_http: bool, **flags: Any) -> None:
         flags["server__listen"] = f"tcp://{listen}"
     config = load(path, flags=_flag_tree(flags, no_http=no_http))
     common.warn_of_variables()
+    if config.server.models and not os.path.isdir(config.server.models):
+        views.echo(f"Warning: [server] models: no folder {config.server.models} yet", err=True)
     if ":" in config.scheduler.policy:
         sys.path.append(os.getcwd())  # for a policy of the user's own
     run = common.part("pipeswitch.controller.main", "serve")

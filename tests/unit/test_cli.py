@@ -138,6 +138,12 @@ def test_a_wrong_setting_is_told_without_a_traceback(tmp_path: Path) -> None:
     assert run("config", "check", str(tmp_path / "p.toml"))[0] == 2
 
 
+def test_serve_names_a_folder_of_models_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeswitch.cli.common.part", lambda *_: lambda _: 0)
+    status, _, errors = run("serve", "--models", "/nowhere")
+    assert (status, "no folder /nowhere yet" in errors) == (0, True)
+
+
 def test_config_init_writes_what_config_check_accepts(tmp_path: Path) -> None:
     path = tmp_path / "pipeswitch.toml"
     assert run("config", "init", str(path))[0] == 0

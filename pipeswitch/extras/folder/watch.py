@@ -226,7 +226,7 @@ class Folder:
 
     def _save(self, name: str, record: Record | None) -> None:
         if self._refused.pop(name, None):
-            self._report(name, "")  # it is no longer marked
+            self._report(name, "")  # remove its mark
         self._records.pop(name, None)
         self._records |= {name: record} if record else {}
         write_whole(self._state, msgspec.json.encode(self._records))
@@ -262,7 +262,7 @@ def source_in(place: Path) -> Path:
     """Return the source in a version's folder: a file, or the folder for ``hf:``.
 
     Raises:
-        InvalidInput: it has none, or several.
+        InvalidInput: the folder has no source, or several.
     """
     if (place / "config.json").is_file():
         return place
